@@ -1,0 +1,37 @@
+# Two commands matter: `make demo` and `make test`. Each sets everything up by itself.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: setup demo test lint types unit format clean
+
+setup: .venv/.ready
+
+# torch goes first and alone, so that the pinned CPU build satisfies every later requirement.
+.venv/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/radixkv demo
+
+test: lint types unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/pytest
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,53 @@
+"""What every launch needs: the kernel, imported late, on the right device, with a fitting tile."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# In half precision, one access of 16 bytes (the widest) for each lane of AMD's waves of 64 lanes,
+# and two for each lane of NVIDIA's warps of 32.
+TILE, WARPS = 1024, 2
+
+
+def load_kernel(module: str, name: str, device: torch.device) -> Any:
+    """Import a Triton kernel when it is first needed.
+
+    Raises
+    ------
+    ImportError
+        If Triton is not installed.
+    RuntimeError
+        If the tensors are on the CPU and Triton is not interpreting.
+    """
+    try:
+        kernel = getattr(importlib.import_module(f"radixkv_kernels.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(
+            "this function needs Triton, which is not installed: pip install 'radixkv[triton]', "
+            "or call its twin in radixkv_kernels.torch_twins"
+        ) from error
+    from triton.runtime import JITFunction
+
+    if device.type == "cpu" and isinstance(kernel, JITFunction):
+        raise RuntimeError(
+            "Triton kernels need tensors on a GPU: call the twin in radixkv_kernels.torch_twins, "
+            "or set TRITON_INTERPRET=1 before triton is imported"
+        )
+    return kernel
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` current for a launch: Triton launches on the current one, not the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def row_tile(columns: int) -> tuple[int, int]:
+    """Rows and columns (powers of two) of the tile that one program moves."""
+    width = min(TILE, 1 << (columns - 1).bit_length())
+    return TILE // width, width

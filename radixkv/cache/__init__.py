@@ -1,0 +1,33 @@
+"""The prefix cache: pure Python, numpy, xxhash and sortedcontainers; it never imports torch."""
+
+from radixkv.cache.copies import CopyOrder, copy_waves
+from radixkv.cache.events import BlocksRemoved, BlocksStored
+from radixkv.cache.eviction import FIFO, LRU, EvictionPolicy, PlainLRU, Priority
+from radixkv.cache.hashing import Namespace, chain_hashes, namespace_hash, token_bytes
+from radixkv.cache.manager import PrefixCache
+from radixkv.cache.retention import DEFAULT_RETENTION, EPHEMERAL, Retention
+from radixkv.cache.sequence import Sequence
+from radixkv.cache.stats import CacheStats, Counters
+
+__all__ = [
+    "DEFAULT_RETENTION",
+    "EPHEMERAL",
+    "FIFO",
+    "LRU",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CacheStats",
+    "CopyOrder",
+    "Counters",
+    "EvictionPolicy",
+    "Namespace",
+    "PlainLRU",
+    "PrefixCache",
+    "Priority",
+    "Retention",
+    "Sequence",
+    "chain_hashes",
+    "copy_waves",
+    "namespace_hash",
+    "token_bytes",
+]

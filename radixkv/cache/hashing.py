@@ -1,0 +1,107 @@
+"""Tokens as bytes, block hashes, and namespaces.
+
+Tokens decide, hashes only find. The tree keys a node's children by the hash of their first block
+*under this prefix* (the prefix is the node itself, so nothing has to be chained on the way down)
+and then compares the tokens: a collision costs a comparison, never a wrong answer.
+
+Chained content hashes name a block to the outside world (events, routers in front of several
+engines). They start from the namespace, so equal tokens in two namespaces never share a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from radixkv.errors import RequestError
+
+Namespace = tuple[str, ...]
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+BlockHash = Callable[[bytes], int]
+
+TOKEN_BYTES = 4
+TOKEN_DTYPE = np.dtype("<i4")
+
+default_block_hash: BlockHash = xxhash.xxh3_64_intdigest
+
+
+def token_bytes(tokens: TokenIds) -> bytes:
+    """Tokens as little-endian int32, four bytes each, so that comparing them is a memcmp.
+
+    Raises
+    ------
+    RequestError
+        If the tokens are not one-dimensional integers that fit an int32.
+    """
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return b""
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RequestError(
+            f"token ids must be a flat list or array of integers, not {array.ndim}-dimensional "
+            f"{array.dtype}"
+        )
+    if array.dtype == TOKEN_DTYPE:
+        return array.tobytes()
+    narrow = array.astype(TOKEN_DTYPE)
+    if np.count_nonzero(narrow != array):
+        raise RequestError("token ids must fit a 32-bit signed integer")
+    return narrow.tobytes()
+
+
+def common_prefix(left: bytes | bytearray, right: bytes | bytearray) -> int:
+    """Length in tokens of the common prefix of two short byte strings (up to a block or so)."""
+    size = min(len(left), len(right))
+    difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    if difference == 0:
+        return size // TOKEN_BYTES
+    return ((difference & -difference).bit_length() - 1) // (8 * TOKEN_BYTES)
+
+
+def common_prefix_at(data: bytes | bytearray, offset: int, edge: bytes | bytearray) -> int:
+    """Length in tokens of the common prefix of ``data[offset:]`` and ``edge``, of any length."""
+    count = min(len(data) - offset, len(edge)) // TOKEN_BYTES
+    left = np.frombuffer(data, TOKEN_DTYPE, count, offset)
+    right = np.frombuffer(edge, TOKEN_DTYPE, count)
+    differs = left != right
+    first = int(differs.argmax()) if count else 0
+    return first if count and differs[first] else count
+
+
+def check_namespace(namespace: Namespace) -> Namespace:
+    """Refuse anything but a tuple of strings: ("a", "bc") and ("ab", "c") must stay different."""
+    if not isinstance(namespace, tuple) or not all(isinstance(part, str) for part in namespace):
+        raise RequestError(f"a namespace is a tuple of strings, not {namespace!r}")
+    return namespace
+
+
+def namespace_hash(namespace: Namespace) -> int:
+    """The 64-bit root of a namespace's chain; parts are length-prefixed, never concatenated."""
+    digest = xxhash.xxh3_64()
+    for part in namespace:
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.intdigest()
+
+
+def chain_hashes(parent: int, data: bytes | bytearray, block_bytes: int) -> list[int]:
+    """Content hashes of the full blocks in ``data``, each chained to the one before it.
+
+    Parameters
+    ----------
+    parent : int
+        Chained hash of the block before the first, or ``namespace_hash`` at the start.
+    data : bytes
+        Tokens as from `token_bytes`.
+    block_bytes : int
+        Bytes in a block: ``TOKEN_BYTES * block_size``.
+    """
+    hashes = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        parent = xxhash.xxh3_64_intdigest(data[start : start + block_bytes], seed=parent)
+        hashes.append(parent)
+    return hashes

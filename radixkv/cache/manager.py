@@ -1,0 +1,347 @@
+"""PrefixCache: the façade over pool, tree and policy; all that the floors above call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from radixkv.cache.allocator import BlockAllocator
+from radixkv.cache.copies import CopyOrder
+from radixkv.cache.events import Announcer
+from radixkv.cache.eviction import EvictionQueue, make_policy
+from radixkv.cache.hashing import (
+    TOKEN_BYTES,
+    Namespace,
+    TokenIds,
+    check_namespace,
+    default_block_hash,
+    token_bytes,
+)
+from radixkv.cache.laws import check_laws
+from radixkv.cache.pool import BlockPool
+from radixkv.cache.render import TokensToText, render_tree
+from radixkv.cache.retention import DEFAULT_RETENTION, EPHEMERAL, Retention
+from radixkv.cache.sequence import Sequence
+from radixkv.cache.stats import CacheStats, Counters
+from radixkv.cache.tree import Match, RadixTree
+from radixkv.cache.visibility import Visibility
+from radixkv.config import CacheConfig
+from radixkv.errors import RequestError
+
+
+class PrefixCache:
+    """A complete prefix cache for an engine: tokens in, block tables out; it never sees KV.
+
+    One step of an engine: `acquire` or `Sequence.append`; `commit` with ``pending=True`` for what
+    the step will compute; carry out `take_copies`; compute into `Sequence.slots`; `settle`, or
+    `abort` if computing failed. Not thread-safe: one thread owns a cache.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.counters = Counters()
+        self.pool = BlockPool(config.num_blocks)
+        self.tree = RadixTree(
+            self.pool,
+            config.block_size,
+            EvictionQueue(make_policy(config.eviction)),
+            config.block_hash or default_block_hash,
+            self.counters,
+            Announcer(config.events, TOKEN_BYTES * config.block_size),
+        )
+        self.allocator = BlockAllocator(self.pool, self.tree, self.counters)
+        self.sequences: dict[int, Sequence] = {}
+        self.visibility = Visibility(self.allocator, self.sequences)
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    def match(self, tokens: TokenIds, namespace: Namespace = ()) -> int:
+        """How many leading tokens are cached; reads only. O(edges) memcmps."""
+        root = self.tree.roots.get(check_namespace(namespace))
+        match = self.tree.match(root, token_bytes(tokens))
+        return match.num_blocks * self.block_size + match.source_tokens
+
+    def acquire(
+        self,
+        tokens: TokenIds,
+        namespace: Namespace = (),
+        *,
+        retention: Retention = DEFAULT_RETENTION,
+        resumed: bool = False,
+    ) -> Sequence:
+        """Start a sequence: share its longest cached prefix, reserve blocks for the rest.
+
+        May split one edge, evict, and order one copy (reuse inside a block). What is matched is
+        retained before anything is allocated.
+
+        Parameters
+        ----------
+        tokens : ints (num_tokens,)
+            At least one; all of them may turn out to be cached.
+        namespace : tuple of str
+            Blocks are shared only between sequences of one namespace (model, adapter, salt).
+        retention : Retention
+            How long the blocks will be wanted once the sequence has ended.
+        resumed : bool
+            The tokens have been counted before (a preempted request comes back).
+
+        Raises
+        ------
+        RequestError
+            If there are no tokens, or they are no int32.
+        OutOfBlocksError
+            If the rest does not fit. Nothing has been evicted and nothing is held then.
+        """
+        data = token_bytes(tokens)
+        if not data:
+            raise RequestError("a sequence needs at least one token")
+        match = self.tree.match(self.tree.roots.get(check_namespace(namespace)), data)
+        table = self.tree.blocks_of(match)
+        node = self.tree.end_at(match)
+        if node is not None:
+            self.tree.pin(node)
+        try:
+            missing = -(-len(data) // self.tree.block_bytes) - len(table)
+            # Refused before anything is touched, so that a retry never counts as a use.
+            self.allocator.require(missing)
+            self.tree.use(match, retention)
+            table.extend(self.allocator.allocate(missing))
+        except BaseException:
+            if node is not None:
+                self.tree.unpin(node)
+            raise
+        sequence = Sequence(self, data, table, namespace, retention)
+        sequence.node = node
+        sequence.num_tree_blocks = sequence.own_from = match.num_blocks
+        self._reuse_open(match, sequence)
+        sequence.num_cached = sequence.num_computed
+        if not resumed:
+            self.counters.queries += 1
+            self.counters.query_tokens += sequence.num_tokens
+            self.counters.hit_tokens += sequence.num_cached
+            self.counters.copied_tokens += match.source_tokens
+        self.sequences[id(sequence)] = sequence
+        return sequence
+
+    def _reuse_open(self, match: Match, sequence: Sequence) -> None:
+        """Copy the tokens before a divergence inside a block; its KV need not be computed."""
+        full = sequence.num_tree_blocks
+        sequence.num_computed = full * self.block_size + match.source_tokens
+        if match.source_tokens:
+            if match.source_block in self.allocator.pending:
+                self.visibility.expect(sequence, full * self.block_size)
+            self.allocator.order_copy(match.source_block, sequence.table[full])
+
+    def reuse(self, sequence: Sequence) -> int:
+        """Take over what others have computed of this sequence's tokens since it was acquired.
+
+        For prompts computed in chunks: call it before each chunk. May split one edge and order
+        one copy. Returns the number of tokens that need not be computed any more.
+        """
+        sequence.check_open()
+        before, done = sequence.num_computed, sequence.num_tree_blocks
+        if not sequence.cacheable or before // self.block_size != done:
+            return 0
+        match = self.visibility.match_on(sequence, len(sequence.data))
+        if match.num_blocks * self.block_size + match.source_tokens <= before % self.block_size:
+            return 0
+        if match.num_blocks:
+            self.visibility.advance(sequence, match)
+            sequence.num_computed = sequence.num_tree_blocks * self.block_size
+        full = sequence.num_tree_blocks
+        gained = full * self.block_size + match.source_tokens
+        if gained > sequence.num_computed and self.pool.refs[sequence.table[full]] == 1:
+            self._reuse_open(match, sequence)
+        sequence.num_cached += sequence.num_computed - before
+        self.counters.hit_tokens += sequence.num_computed - before
+        return sequence.num_computed - before
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence over the same blocks; O(blocks), nothing is computed.
+
+        What is computed becomes visible first. Blocks with slots still to be computed are not
+        shared: the branch gets its own.
+
+        Raises
+        ------
+        OutOfBlocksError
+            Only if there are such blocks and none to give. Nothing has changed then.
+        """
+        sequence.check_open()
+        self.commit(sequence, sequence.num_computed)
+        shared = len(sequence.table)
+        if sequence.num_computed < sequence.num_tokens:
+            shared = sequence.num_computed // self.block_size
+        own = self.allocator.allocate(len(sequence.table) - shared)
+        if own and sequence.num_computed % self.block_size:
+            self.allocator.order_copy(sequence.table[shared], own[0])
+        self.pool.retain(sequence.table[sequence.num_tree_blocks : shared])
+        table = sequence.table[:shared] + own
+        branch = Sequence(self, sequence.data, table, sequence.namespace, sequence.retention)
+        branch.num_cached = branch.num_computed = sequence.num_computed
+        branch.num_tree_blocks = branch.own_from = sequence.num_tree_blocks
+        branch.cacheable = sequence.cacheable
+        branch.node = sequence.node
+        if branch.node is not None:
+            self.tree.pin(branch.node)
+        self.counters.forks += 1
+        self.sequences[id(branch)] = branch
+        return branch
+
+    def release(self, sequence: Sequence, retention: Retention | None = None) -> None:
+        """End a sequence. Its committed blocks stay cached until they are evicted.
+
+        Parameters
+        ----------
+        sequence : Sequence
+        retention : Retention, optional
+            `EPHEMERAL` if nobody will ask for its own blocks again (a branch that lost, a closed
+            context): those that nobody else has used go first from now on.
+
+        Raises
+        ------
+        SequenceClosedError
+            If it was released before.
+        """
+        sequence.check_open()
+        self.visibility.retract(sequence)
+        private = sequence.table[sequence.num_tree_blocks :]
+        last = self.tree.open_nodes.get(private[0]) if private else None
+        last = last or sequence.node
+        if last is not None:
+            self.tree.touch(last)
+        self.tree.release(private)
+        if sequence.node is not None:
+            self.tree.unpin(sequence.node)
+        if last is not None and retention == EPHEMERAL:
+            self.tree.forget(last, sequence.own_from)
+        sequence.closed = True
+        del self.sequences[id(sequence)]
+
+    def shorten_path(self, sequence: Sequence, num_blocks: int) -> None:
+        """Let the sequence end at its first ``num_blocks`` blocks of the tree; may split an edge.
+
+        The blocks behind stay in its table for the caller to replace or drop.
+        """
+        node = sequence.node
+        while node is not None and node.start >= num_blocks:
+            node = node.parent
+        if node is not None and node.parent is not None:
+            node = self.tree.split_at(node, num_blocks - node.start)
+        else:
+            node = None
+        self.tree.repin(sequence.node, node)
+        sequence.node, sequence.num_tree_blocks = node, num_blocks
+
+    # -- visibility ------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        sequence: Sequence,
+        num_tokens: int | None = None,
+        *,
+        include_open: bool = False,
+        pending: bool = False,
+    ) -> None:
+        """Make the first ``num_tokens`` tokens' blocks visible to everyone; O(new tokens).
+
+        A full block that the tree already has is kept once: the table is re-pointed to it and its
+        own copy freed.
+
+        Parameters
+        ----------
+        sequence : Sequence
+        num_tokens : int, optional
+            Tokens whose KV is computed; all of them unless given.
+        include_open : bool
+            Make the last block visible too if it is not full, for others to copy from. Only at
+            the end of the tokens: a block with slots still to be computed is never shared.
+        pending : bool
+            The KV will be computed by the step being scheduled; `settle` or `abort` must follow.
+        """
+        sequence.check_open()
+        stop = sequence.num_tokens if num_tokens is None else num_tokens
+        if not sequence.num_computed <= stop <= sequence.num_tokens:
+            raise RequestError(
+                f"cannot commit {stop} of {sequence.num_tokens} tokens, of which "
+                f"{sequence.num_computed} are computed"
+            )
+        if pending:
+            self.visibility.promise(sequence, stop)
+        sequence.num_computed = stop
+        if not sequence.cacheable:
+            return
+        full, offset = divmod(stop, self.block_size)
+        shown = self.visibility.commit(sequence, full, pending)
+        if shown and include_open and offset and stop == sequence.num_tokens:
+            self.visibility.commit_open(sequence)
+
+    def settle(self) -> None:
+        """The step has run: what was committed as pending is computed."""
+        self.visibility.settle()
+
+    def abort(self) -> None:
+        """The step has failed: withdraw what was committed as pending, with all below it.
+
+        Sequences that the step was to serve keep their blocks until they are released, but
+        nothing of them becomes visible again.
+        """
+        self.visibility.abort()
+
+    def withdraw(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back what is visible of a sequence beyond ``num_tokens`` tokens, and all below it.
+
+        For KV that is not to be trusted. The sequence keeps its blocks until it is released, but
+        nothing of it, nor of others that hold the same blocks, becomes visible again.
+        """
+        sequence.check_open()
+        self.visibility.withdraw(sequence, num_tokens)
+
+    def reset(self) -> None:
+        """Forget everything cached. Running sequences keep their blocks, and to themselves.
+
+        For weights that have changed, say: nothing computed before becomes visible again.
+        """
+        for root in list(self.tree.roots.values()):
+            for node in list(root.children or ()):
+                self.visibility.remove(node, "reset")
+        for sequence in self.sequences.values():
+            self.visibility.hide(sequence)
+
+    # -- looking in ------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[CopyOrder]:
+        """Block copies ordered since the last call; carry them out before anything is written."""
+        return self.allocator.take_copies()
+
+    def stats(self) -> CacheStats:
+        """The counters and the pool's state now; O(nodes)."""
+        nodes = list(self.tree.nodes())
+        cached = sum(len(node.blocks) for node in nodes)
+        free, evictable = self.pool.num_free, self.tree.num_evictable
+        return CacheStats(
+            num_blocks=self.pool.num_blocks,
+            block_size=self.block_size,
+            free=free,
+            held_only=self.pool.num_blocks - free - cached,
+            cached_only=evictable,
+            held_and_cached=cached - evictable,
+            sequences=len(self.sequences),
+            nodes=len(nodes),
+            cached_tokens=sum(len(node.tokens) for node in nodes) // TOKEN_BYTES,
+            counters=replace(self.counters),
+        )
+
+    def render(self, decode: TokensToText | None = None) -> str:
+        """The tree as text, a line a node, with the text of its tokens if they can be decoded."""
+        return render_tree(self.tree, decode)
+
+    def check(self) -> None:
+        """Check every law that the state can show; O(everything).
+
+        Raises
+        ------
+        CacheInvariantError
+            Naming the law that was broken.
+        """
+        check_laws(self.pool, self.tree, self.sequences.values())

@@ -1,0 +1,33 @@
+"""From logits to tokens to text: parameters, sampling, detokenisation and stop conditions.
+
+    params        SamplingParams: what a request asks for, checked when it is made
+    sampler       sample: one token for each row of a batch of logits
+    filters       temperature, top_k, top_p and min_p, as transformers defines them
+    rng, draw     one counter-based uniform number a row, and the token it picks
+    logprobs      what is reported beside a token
+    detokenizer   Detokenizer: tokens to text, one token at a time
+    stopping      TextStream: text that may be shown, and when a continuation ends
+
+Nothing here knows of blocks, caches or models.
+"""
+
+from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
+from radixkv.decoding.logprobs import TokenLogprobs
+from radixkv.decoding.params import SamplingParams
+from radixkv.decoding.rng import resolve_seed
+from radixkv.decoding.sampler import SampledTokens, SamplingRow, sample
+from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
+
+__all__ = [
+    "Detokenizer",
+    "FinishReason",
+    "SampledTokens",
+    "SamplingParams",
+    "SamplingRow",
+    "TextDelta",
+    "TextStream",
+    "TokenLogprobs",
+    "Tokenizer",
+    "resolve_seed",
+    "sample",
+]

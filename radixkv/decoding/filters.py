@@ -1,0 +1,87 @@
+"""Which tokens may be drawn: temperature, then top_k, then top_p, then min_p.
+
+The order and the sets that are kept are those of transformers' logits warpers: top_k keeps every
+token that ties with the k-th; top_p keeps the token that crosses ``top_p``; min_p compares the
+probabilities that both have left. Where equal logits lie on the border of top_p, the lowest ids
+are dropped first, as a stable ascending sort has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.decoding.params import GREEDY_BELOW, SamplingParams
+from radixkv.decoding.rowwise import ascending, at_least
+
+# Beyond it every distribution is uniform, and float32 would round some temperatures to infinity.
+HOTTEST = 1e30
+
+
+def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities after temperature and filters, up to each row's own scale.
+
+    Rows without top_k and top_p are not sorted.
+
+    Parameters
+    ----------
+    logits : (rows, vocab) float32
+        Overwritten.
+    params : sequence of SamplingParams
+        One a row, none of them greedy.
+
+    Returns
+    -------
+    (rows, vocab) float32
+        Exactly zero for every token that was filtered out; a row need not sum to 1.
+    """
+    vocab = logits.shape[1]
+    temperature = np.clip([p.temperature for p in params], GREEDY_BELOW, HOTTEST)
+    top_k = np.array([p.top_k if p.top_k < vocab else 0 for p in params])
+    top_p = np.array([p.top_p for p in params])
+    min_p = np.array([p.min_p for p in params])
+    if (temperature != 1).any():
+        logits /= _column(temperature, logits)
+    if len(cut := np.flatnonzero((top_k > 0) | (top_p < 1))):
+        rows = torch.from_numpy(cut).to(logits.device)
+        part = logits if len(cut) == len(logits) else logits[rows]
+        keep = _nucleus(part, top_k[cut], top_p[cut])
+        part.masked_fill_(keep.logical_not_(), -torch.inf)
+        if part is not logits:
+            logits.index_copy_(0, rows, part)
+    weights = logits.softmax(dim=-1)
+    if min_p.any():
+        floor = _column(min_p, weights) * weights.amax(dim=-1, keepdim=True)
+        weights *= at_least(weights, floor)
+    return weights
+
+
+def _nucleus(logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+    """Where top_k (0: all) and top_p (1: all) keep a token: (rows, vocab) float32 -> bool."""
+    vocab = logits.shape[1]
+    ordered = ascending(logits)
+    place = torch.from_numpy(np.where(top_k > 0, vocab - top_k, 0)).to(logits.device)
+    kth = ordered.gather(1, place[:, None])
+    if not (top_p < 1).any():
+        return at_least(logits, kth)
+    if top_k.any():
+        ordered.masked_fill_(ordered < kth, -torch.inf)
+    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+    # No mass lies at or below −1, so that top_p = 1 drops nothing, not even what underflowed.
+    share = _column(np.where(top_p < 1, 1 - top_p, -1), logits)
+    dropped = torch.searchsorted(mass, share, right=True).clamp_(max=vocab - 1)
+    lowest = torch.maximum(ordered.gather(1, dropped), kth)
+    keep = at_least(logits, lowest)
+    surplus = (dropped - torch.searchsorted(ordered, lowest))[:, 0].cpu().numpy()
+    for row in np.flatnonzero(surplus > 0):
+        tied = (logits[row] == lowest[row]).nonzero()[: surplus[row], 0]
+        keep[row, tied] = False
+    return keep
+
+
+def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32)[:, None]).to(like.device)

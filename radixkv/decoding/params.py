@@ -1,0 +1,116 @@
+"""What a request asks of the decoder, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+from radixkv.decoding import checks
+from radixkv.decoding.unknown import refuse_unknown
+from radixkv.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+"""A temperature under this is greedy: dividing by it would only overflow float32."""
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded. Immutable; derive another with `dataclasses.replace`.
+
+    Parameters
+    ----------
+    n : int
+        Continuations of the prompt, each sampled from its own stream of random numbers.
+    max_tokens : int
+        Most tokens of each continuation; the end token counts.
+    min_tokens : int
+        Tokens before which neither an end token nor a stop string ends a continuation.
+    temperature : float
+        Logits are divided by it; 0 (or anything under 1e-5) takes the likeliest token.
+    top_p : float
+        Keep the likeliest tokens whose probability sums to ``top_p``; 1 keeps all.
+    top_k : int
+        Keep the ``top_k`` likeliest tokens; 0 keeps all.
+    min_p : float
+        Keep tokens at least ``min_p`` times as likely as the likeliest; 0 keeps all.
+    seed : int or None
+        The same seed gives the same tokens, whatever else is in the batch. None: fresh entropy.
+    stop : str or sequence of str
+        Text that ends a continuation; kept as a tuple.
+    stop_token_ids : sequence of int
+        Tokens that end a continuation, besides the model's own; kept as a tuple.
+    ignore_eos : bool
+        Go on after the model's end token.
+    include_stop_str_in_output : bool
+        Leave the stop string that matched at the end of the text.
+    skip_special_tokens : bool
+        Leave special tokens out of the text.
+    logprobs : int or None
+        None: none. 0: log-probability and rank of each sampled token. k: also the k likeliest.
+        They are those of the model's own distribution, before temperature and filters.
+
+    Raises
+    ------
+    RequestError
+        A value that cannot work; the message says what would.
+    UnsupportedParameterError
+        A keyword that is not a parameter; the message names the nearest one that is.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    # The generated __init__ would answer an unknown keyword with a bare TypeError; __new__ sees
+    # the keywords first, and leaves signature, replace() and type checkers as they are.
+    def __new__(cls, *args: object, **given: object) -> Self:
+        """Refuse unknown keywords before the dataclass sees them."""
+        refuse_unknown(cls.__name__, given, (field.name for field in fields(cls)))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check every value and bring it to its plain type (numpy scalars are welcome)."""
+        plain = {
+            "n": checks.integer("n", self.n, low=1),
+            "max_tokens": checks.integer("max_tokens", self.max_tokens, low=1),
+            "min_tokens": checks.integer("min_tokens", self.min_tokens, low=0),
+            "temperature": checks.number("temperature", self.temperature, 0, hint="0 is greedy"),
+            "top_p": checks.number("top_p", self.top_p, 0, 1, open_low=True, hint="1 keeps all"),
+            "top_k": checks.integer("top_k", self.top_k, low=0, hint="0 keeps all"),
+            "min_p": checks.number("min_p", self.min_p, 0, 1, hint="0 keeps all"),
+            "stop": checks.strings("stop", self.stop),
+            "stop_token_ids": checks.token_ids("stop_token_ids", self.stop_token_ids),
+        }
+        if self.seed is not None:
+            hint = "None draws a fresh one"
+            plain["seed"] = checks.integer("seed", self.seed, low=0, high=MAX_SEED, hint=hint)
+        if self.logprobs is not None:
+            hint = "None for none, 0 for the sampled token's, k for the k likeliest beside it"
+            plain["logprobs"] = checks.integer("logprobs", self.logprobs, low=0, hint=hint)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            checks.boolean(name, getattr(self, name))
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_BELOW

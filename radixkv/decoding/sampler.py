@@ -1,0 +1,139 @@
+"""Logits to tokens, for a whole batch at once.
+
+A row's token depends on its own logits, parameters, seed, branch and position, and on nothing
+else: not on its batch mates, their order, or what was sampled before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixkv.decoding.draw import draw
+from radixkv.decoding.filters import weigh
+from radixkv.decoding.logprobs import TokenLogprobs, describe
+from radixkv.decoding.params import SamplingParams
+from radixkv.decoding.rng import uniforms
+from radixkv.decoding.rowwise import argmax
+
+
+class SamplingRow(NamedTuple):
+    """What the sampler must know of one row of logits.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    seed : int
+        In [0, 2**64): what `resolve_seed` made of ``params.seed``, once a request.
+    branch : int
+        Which of the request's continuations this is, from 0.
+    position : int
+        Index, in its sequence, of the token that is being sampled.
+    banned : sequence of int
+        Tokens that must not be sampled; ids outside the vocabulary are ignored.
+    """
+
+    params: SamplingParams
+    seed: int = 0
+    branch: int = 0
+    position: int = 0
+    banned: Sequence[int] = ()
+
+
+class SampledTokens(NamedTuple):
+    """One token a row.
+
+    Parameters
+    ----------
+    token_ids : (rows,) int64
+        −1 where the row is not valid.
+    valid : (rows,) bool
+        False where the logits hold a NaN or +inf, or leave no token to choose.
+    logprobs : list of TokenLogprobs or None
+        One a row; None for rows that did not ask, or are not valid.
+    """
+
+    token_ids: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    logprobs: list[TokenLogprobs | None]
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    """Choose the next token of every row.
+
+    Greedy rows cost one argmax. Rows that sample are filtered in the order temperature, top_k,
+    top_p, min_p, and draw one counter-based uniform number each.
+
+    Parameters
+    ----------
+    logits : (rows, vocab) of any float dtype, on any device
+        The model's own; not changed. Computed with in float32.
+    rows : sequence of SamplingRow
+        One a row of ``logits``.
+
+    Returns
+    -------
+    SampledTokens
+        Rows that are not valid never raise, and leave the others untouched.
+
+    Raises
+    ------
+    ValueError
+        If ``logits`` is not (len(rows), vocab) with a vocabulary of at least one token.
+    """
+    if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] == 0:
+        raise ValueError(f"logits must be ({len(rows)}, vocab), got {tuple(logits.shape)}")
+    logits = logits.detach()
+    token_ids, best = argmax(logits)
+    valid = np.isfinite(best)
+    greedy = np.array([row.params.greedy for row in rows], dtype=bool)
+    edited = np.array([len(row.banned) > 0 for row in rows], dtype=bool)
+    if len(index := np.flatnonzero(valid & greedy & edited)):
+        token_ids[index], best[index] = argmax(_edit(logits, rows, index))
+        valid &= np.isfinite(best)
+    if len(index := np.flatnonzero(valid & ~greedy)):
+        chosen = [rows[i] for i in index.tolist()]
+        weights = weigh(_edit(logits, rows, index), [row.params for row in chosen])
+        keys = zip(*((row.seed, row.branch, row.position) for row in chosen), strict=True)
+        token_ids[index] = draw(weights, uniforms(*keys))
+        valid &= token_ids >= 0
+    token_ids[~valid] = -1
+    return SampledTokens(token_ids, valid, _logprobs(logits, rows, token_ids))
+
+
+def _edit(logits: Tensor, rows: Sequence[SamplingRow], index: NDArray[np.int64]) -> Tensor:
+    """Copy the rows at ``index`` to float32 and apply to each what its request forbids."""
+    vocab = logits.shape[1]
+    copy = logits[torch.from_numpy(index).to(logits.device)].float()
+    hits = [
+        (at, token)
+        for at, row in enumerate(index.tolist())
+        for token in rows[row].banned
+        if 0 <= token < vocab
+    ]
+    if hits:
+        at, tokens = torch.tensor(hits, device=logits.device).T
+        copy[at, tokens] = -torch.inf
+    return copy
+
+
+def _logprobs(
+    logits: Tensor, rows: Sequence[SamplingRow], token_ids: NDArray[np.int64]
+) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the raw logits, for the valid rows that asked for them."""
+    found: list[TokenLogprobs | None] = [None] * len(rows)
+    asked = [
+        i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0
+    ]
+    if asked:
+        index = torch.tensor(asked, device=logits.device)
+        table = logits[index].float().log_softmax(dim=-1).cpu().numpy()
+        for i, line in zip(asked, table, strict=True):
+            found[i] = describe(line, int(token_ids[i]), rows[i].params.logprobs or 0)
+    return found

@@ -1,0 +1,195 @@
+"""When a continuation ends, and how much of its text may be shown before that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
+from radixkv.decoding.params import SamplingParams
+from radixkv.errors import RequestError
+
+FinishReason = Literal["stop", "length"]
+
+
+class TextDelta(NamedTuple):
+    """What one more token adds to a continuation.
+
+    Parameters
+    ----------
+    text : str
+        Text that is certain and may be shown.
+    finish_reason : "stop", "length" or None
+        None while the continuation goes on.
+    stop_reason : str, int or None
+        The stop string, or the token of ``stop_token_ids``, that ended it; None for the model's
+        own end token and for "length".
+    """
+
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class _Match(NamedTuple):
+    end: int
+    start: int
+    stop: str
+
+
+class TextStream:
+    """The text of one continuation as it grows, and the rules that end it.
+
+    Which text comes out, and where it ends, does not depend on how the text is cut into tokens:
+    the stop string that is complete first wins, and of those complete at the same character the
+    longest. Text that may be the beginning of a stop string is held back until it is known not to
+    be. Tokens that stop are kept in ``token_ids``, but are no text.
+
+    Parameters
+    ----------
+    params : SamplingParams
+    tokenizer : Tokenizer or None
+        Without one the text stays empty.
+    eos_token_ids : iterable of int
+        The model's own end tokens.
+    context : sequence of int
+        The prompt's tokens (the last few will do), behind which the text is decoded.
+
+    Raises
+    ------
+    RequestError
+        If there are stop strings but no tokenizer.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_eos",
+        "_held",
+        "_longest",
+        "_pieces",
+        "_stop_ids",
+        "_stops",
+        "finish_reason",
+        "params",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None = None,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        context: Sequence[int] = (),
+    ) -> None:
+        if params.stop and tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
+        self.params = params
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._stop_ids = tuple(sorted(self._eos.union(params.stop_token_ids)))
+        self._stops = tuple(params.stop)
+        self._longest = max(map(len, self._stops), default=1)
+        self._pieces: list[str] = []
+        self._held = ""
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, context, skip_special_tokens=params.skip_special_tokens)
+        )
+
+    @property
+    def text(self) -> str:
+        """All text that was returned so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Tokens that the next sample must avoid: those that stop, until min_tokens are there."""
+        return self._stop_ids if len(self.token_ids) < self.params.min_tokens else ()
+
+    def push(self, token_id: int) -> TextDelta:
+        """Append a sampled token.
+
+        Returns
+        -------
+        TextDelta
+            With all remaining text if this token ended the continuation.
+
+        Raises
+        ------
+        RuntimeError
+            If the continuation has ended already.
+        """
+        if self.finish_reason is not None:
+            raise RuntimeError("a token was pushed to a continuation that has ended")
+        stops = token_id in self._stop_ids and not self.banned_tokens
+        self.token_ids.append(token_id)
+        if stops:
+            reason = token_id if token_id in self.params.stop_token_ids else None
+            return self._advance(self._flush(), "stop", reason)
+        text = self._detokenizer.push(token_id) if self._detokenizer else ""
+        if len(self.token_ids) >= self.params.max_tokens:
+            return self._advance(text + self._flush(), "length")
+        return self._advance(text)
+
+    def finish(self) -> TextDelta:
+        """End for want of room (the model's context is full); return the text held back.
+
+        A continuation that has ended already stays as it is.
+        """
+        if self.finish_reason is not None:
+            return TextDelta("", self.finish_reason, self.stop_reason)
+        return self._advance(self._flush(), "length")
+
+    def copy(self) -> TextStream:
+        """Return an independent copy, for a branch that goes on with other tokens."""
+        twin = object.__new__(TextStream)
+        for name in TextStream.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.token_ids = self.token_ids.copy()
+        twin._pieces = self._pieces.copy()
+        twin._detokenizer = self._detokenizer and self._detokenizer.copy()
+        return twin
+
+    def _flush(self) -> str:
+        return self._detokenizer.finish() if self._detokenizer else ""
+
+    def _advance(
+        self, text: str, ending: FinishReason | None = None, reason: str | int | None = None
+    ) -> TextDelta:
+        """Add decoded text; a stop string in it goes before any other reason to end."""
+        text = self._held + text
+        match = self._find(text) if len(self.token_ids) >= self.params.min_tokens else None
+        if match is not None:
+            ending, reason = "stop", match.stop
+            text = text[: match.end if self.params.include_stop_str_in_output else match.start]
+        sure = len(text) if ending else self._settled(text)
+        self._held = text[sure:]
+        text = text[:sure]
+        if text:
+            self._pieces.append(text)
+        self.finish_reason, self.stop_reason = ending, reason
+        return TextDelta(text, ending, reason)
+
+    def _find(self, text: str) -> _Match | None:
+        """Return the first stop string to be complete that ends behind the text held so far."""
+        matches = []
+        for stop in self._stops:
+            start = text.find(stop, max(len(self._held) - len(stop) + 1, 0))
+            if start >= 0:
+                matches.append(_Match(start + len(stop), start, stop))
+        return min(matches, default=None)
+
+    def _settled(self, text: str) -> int:
+        """Return where the longest tail begins that a stop string begins with, and goes on from."""
+        for start in range(max(len(text) - self._longest + 1, 0), len(text)):
+            tail = text[start:]
+            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                return start
+        return len(text)

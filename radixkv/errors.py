@@ -1,0 +1,81 @@
+"""Every exception a user of radixkv can meet.
+
+RadixKVError
+├── ConfigError (ValueError)              a setting that cannot work
+├── RequestError (ValueError)             a request refused at the door
+│   ├── PromptTooLongError                longer than the model or the pool allows
+│   └── UnsupportedParameterError         a parameter we do not know or do not have
+├── OutOfBlocksError                      the pool cannot give that many blocks now
+├── SequenceClosedError                   a released sequence was used again
+├── ModelLoadError                        a model that could not be found, read or stored
+│   └── ModelNotSupportedError            a model class whose state a paged KV cache cannot hold
+├── NumericalError                        NaN logits: the request fails, the engine goes on
+├── EngineStoppedError                    the engine was shut down, or its step failed
+└── CacheInvariantError                   a law of the cache was broken; never caught
+"""
+
+from __future__ import annotations
+
+
+class RadixKVError(Exception):
+    """Base of every error that radixkv raises on purpose."""
+
+
+class ConfigError(RadixKVError, ValueError):
+    """A setting that cannot work; raised when the configuration is made."""
+
+
+class RequestError(RadixKVError, ValueError):
+    """A request that was refused at the door; nothing was lost and the engine goes on."""
+
+
+class PromptTooLongError(RequestError):
+    """The prompt does not fit the model's context or the pool of blocks."""
+
+
+class UnsupportedParameterError(RequestError):
+    """A parameter that is not known here; the message names the nearest one that is."""
+
+
+class OutOfBlocksError(RadixKVError):
+    """The pool cannot hand out that many blocks, even after evicting all that nobody holds.
+
+    Parameters
+    ----------
+    needed, free, evictable, held : int
+        Blocks asked for, on the free list, cached but unheld, and held by sequences.
+    """
+
+    def __init__(self, needed: int, free: int, evictable: int, held: int) -> None:
+        super().__init__(
+            f"{needed} blocks are needed, but only {free} are free and {evictable} can be evicted "
+            f"({held} are held by sequences); release sequences or make the pool larger"
+        )
+        self.needed = needed
+        self.free = free
+        self.evictable = evictable
+        self.held = held
+
+
+class SequenceClosedError(RadixKVError):
+    """A sequence that was released (or never belonged to this cache) was used again."""
+
+
+class ModelLoadError(RadixKVError):
+    """A model that could not be found, read, converted or stored."""
+
+
+class ModelNotSupportedError(ModelLoadError):
+    """A model whose state cannot live in a paged KV cache; the message gives the reason."""
+
+
+class NumericalError(RadixKVError):
+    """The model produced NaN logits for a request."""
+
+
+class EngineStoppedError(RadixKVError):
+    """The engine was shut down or the step that carried the request failed."""
+
+
+class CacheInvariantError(RadixKVError):
+    """A law of the cache was broken. This is a bug in radixkv: nothing should catch it."""
