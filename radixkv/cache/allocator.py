@@ -49,9 +49,16 @@ class BlockAllocator:
             self.tree.evict(missing)
         return self.pool.allocate(count)
 
-    def order_copy(self, source: int, target: int) -> None:
-        """Order a block copied. The source may be freed at once: copies precede all writes."""
-        self._orders.append(CopyOrder(source, target, source in self.pending))
+    def order_copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Order a block's first tokens copied.
+
+        The source may be freed at once: copies precede all writes. Only a source that is still to
+        be computed is read later, and its holder takes part in the step until then.
+        """
+        after_write = source in self.pending
+        if after_write:
+            self.pending.add(target)
+        self._orders.append(CopyOrder(source, target, num_tokens, after_write))
 
     def take_copies(self) -> list[CopyOrder]:
         """The orders since the last call, in order."""

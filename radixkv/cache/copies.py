@@ -7,15 +7,18 @@ from typing import NamedTuple
 
 
 class CopyOrder(NamedTuple):
-    """Copy all slots of block ``source`` into block ``target``, in every layer.
+    """Copy the first ``num_tokens`` slots of block ``source`` into ``target``, in every layer.
 
-    Orders are carried out in their order, before anything of the step is written. One with
+    Orders are carried out in their order, before anything of the step is written; until then
+    nothing else is in the target, so copying the whole block does no harm. One with
     ``after_write`` set reads a block that the step itself computes: it is carried out layer by
-    layer, after that layer's keys and values are written and before its attention reads.
+    layer, after that layer's keys and values are written and before its attention reads, and must
+    leave the target's other slots alone, since the step may have written them.
     """
 
     source: int
     target: int
+    num_tokens: int
     after_write: bool = False
 
 

@@ -130,7 +130,7 @@ class PrefixCache:
         if match.source_tokens:
             if match.source_block in self.allocator.pending:
                 self.visibility.expect(sequence, full * self.block_size)
-            self.allocator.order_copy(match.source_block, sequence.table[full])
+            self.allocator.order_copy(match.source_block, sequence.table[full], match.source_tokens)
 
     def reuse(self, sequence: Sequence) -> int:
         """Take over what others have computed of this sequence's tokens since it was acquired.
@@ -173,8 +173,8 @@ class PrefixCache:
         if sequence.num_computed < sequence.num_tokens:
             shared = sequence.num_computed // self.block_size
         own = self.allocator.allocate(len(sequence.table) - shared)
-        if own and sequence.num_computed % self.block_size:
-            self.allocator.order_copy(sequence.table[shared], own[0])
+        if offset := sequence.num_computed % self.block_size if own else 0:
+            self.allocator.order_copy(sequence.table[shared], own[0], offset)
         self.pool.retain(sequence.table[sequence.num_tree_blocks : shared])
         table = sequence.table[:shared] + own
         branch = Sequence(self, sequence.data, table, sequence.namespace, sequence.retention)

@@ -165,7 +165,7 @@ class Sequence:
                 tree.drop_open(block)
                 return
         (target,) = allocator.allocate(1)
-        allocator.order_copy(block, target)
+        allocator.order_copy(block, target, self.num_tokens - index * self._cache.block_size)
         allocator.counters.copies_on_write += 1
         if shared_by_tree:
             self._cache.shorten_path(self, index)

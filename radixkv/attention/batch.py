@@ -1,0 +1,161 @@
+"""AttentionBatch: one step's rows laid out for attention, whichever backend reads it.
+
+A row is a sequence with some queries. Rows stand in the order of the plan, so that the queries of
+a shared run are one contiguous range of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from radixkv.attention.plan import AttentionPlan, Int32Array, Int64Array, plan_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which keys a query may see besides those after it, which it never sees.
+
+    Attributes
+    ----------
+    window : int
+        Sliding window: a query sees the last ``window`` keys, itself among them; 0 for all.
+    chunk : int
+        Chunked attention: a query sees the keys of its own chunk of positions; 0 for all.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    def first_visible(self, positions: Int64Array) -> Int64Array:
+        """The first key position that a query at each position sees; int64, same shape."""
+        first = np.zeros_like(positions)
+        if self.window:
+            first = np.maximum(first, positions - self.window + 1)
+        if self.chunk:
+            first = np.maximum(first, positions // self.chunk * self.chunk)
+        return first
+
+
+FULL = Span()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step.
+
+    Attributes
+    ----------
+    table : int32 array (blocks,)
+        Block table; covers ``start + num_queries`` tokens.
+    start : int
+        Position of the first query; everything before it is in the blocks.
+    num_queries : int
+        Queries, at positions ``start`` and on.
+    """
+
+    table: Int32Array
+    start: int
+    num_queries: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_queries
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One step's attention.
+
+    Attributes
+    ----------
+    rows : list of Row
+        In the plan's order.
+    offsets : int64 array (rows + 1,)
+        Where each row's queries begin among the step's tokens.
+    slots : int64 tensor (written,)
+        Slots to write.
+    written : int64 tensor (written,) or None
+        Which tokens have a slot; None if all have.
+    copies : list of (sources, targets)
+        Slots to copy in each layer once its keys and values are written, int64 tensors each; one
+        pair after the other.
+    prepared : dict
+        What a backend worked out from the rows, shared by all layers of the step.
+    """
+
+    plan: AttentionPlan
+    rows: list[Row]
+    block_size: int
+    offsets: Int64Array
+    positions: Int64Array
+    slots: torch.Tensor
+    written: torch.Tensor | None = None
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    prepared: dict[object, object] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    def kv_tokens(self) -> tuple[int, int]:
+        """KV tokens that a full-attention layer reads, and would read without sharing."""
+        unshared = sum(row.stop for row in self.rows)
+        return unshared - self.plan.blocks_saved() * self.block_size, unshared
+
+
+def table_slots(table: Int32Array, start: int, stop: int, block_size: int) -> Int64Array:
+    """Slots of the tokens ``start`` to ``stop``; int64 (stop - start,)."""
+    positions = np.arange(start, stop)
+    return table[positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+
+def make_batch(
+    rows: Sequence[Row],
+    block_size: int,
+    *,
+    keep: Sequence[bool] | None = None,
+    plan: AttentionPlan | None = None,
+    sharing_pays: int | None = None,
+) -> AttentionBatch:
+    """Lay rows out for attention.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        In any order; ``batch.plan.order`` tells where each went.
+    block_size : int
+    keep : sequence of bool, optional
+        Per row, whether its keys and values are written; a row whose tokens are cached already
+        only asks. All are written unless given.
+    plan : AttentionPlan, optional
+        An earlier plan of the same rows, of which only the lengths have grown since.
+    sharing_pays : int, optional
+        Passed on to `plan_attention`.
+    """
+    if plan is None:
+        plan = plan_attention(
+            [row.table for row in rows],
+            [row.start // block_size for row in rows],
+            [row.num_queries for row in rows],
+            block_size,
+            **({} if sharing_pays is None else {"sharing_pays": sharing_pays}),
+        )
+    ordered = [rows[index] for index in plan.order]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([row.num_queries for row in ordered], out=offsets[1:])
+    positions = np.concatenate([np.arange(row.start, row.stop) for row in ordered])
+    slots = np.concatenate(
+        [table_slots(row.table, row.start, row.stop, block_size) for row in ordered]
+    )
+    written = None
+    if keep is not None and not all(keep):
+        kept = np.repeat([keep[index] for index in plan.order], [r.num_queries for r in ordered])
+        written = torch.from_numpy(np.flatnonzero(kept))
+        slots = slots[kept]
+    return AttentionBatch(
+        plan, ordered, block_size, offsets, positions, torch.from_numpy(slots), written
+    )

@@ -1,0 +1,161 @@
+"""TorchBackend: attention over the paged store with torch's operators; the default on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from radixkv.attention.backend import LayerAttention
+from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.layout import (
+    DecodeLayout,
+    Keys,
+    PrefillLayout,
+    RunLayout,
+    SpanLayout,
+    lay_out,
+)
+from radixkv.attention.numerics import attend, merge_into
+from radixkv.attention.store import KVStore
+
+
+class TorchBackend:
+    """Reads every shared run once, batches the private tails, merges by log-sum-exp."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self._scratch: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def forward(
+        self,
+        attention: LayerAttention,
+        batch: AttentionBatch,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        if key is not None and value is not None:
+            self.write(attention.layer, batch, key, value)
+        layout = batch.prepared.get(attention.span)
+        if not isinstance(layout, SpanLayout):
+            layout = batch.prepared[attention.span] = lay_out(batch, attention.span)
+        tokens, heads, _ = query.shape
+        value_dim = self.store.layers[attention.layer].value_dim
+        # Partial results are merged in float32; without any, what the operator gives is final.
+        dtype = torch.float32 if layout.runs or layout.prefills else query.dtype
+        out = torch.empty(tokens, heads, value_dim, dtype=torch.promote_types(dtype, query.dtype))
+        lse = torch.empty(tokens, heads, dtype=torch.float32)
+        for decode in layout.decodes:
+            self._decode(attention, decode, query, out, lse)
+        for prefill in layout.prefills:
+            self._prefill(attention, prefill, query, key, value, out, lse)
+        for run in layout.runs:
+            self._run(attention, run, query, out, lse)
+        if attention.sinks is not None:
+            # A sink adds to the denominator alone: scale by the share that the keys keep.
+            sinks = attention.sinks.to(torch.float32)
+            out *= torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
+        return out.to(query.dtype)
+
+    def write(
+        self, layer: int, batch: AttentionBatch, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Store the step's keys and values, then make the copies that wait for them."""
+        if batch.written is not None:
+            key, value = key[batch.written], value[batch.written]
+        self.store.write(layer, key, value, batch.slots)
+        for sources, targets in batch.copies:
+            self.store.copy_slots(layer, sources, targets)
+
+    def _gather(self, cache: torch.Tensor, keys: Keys, name: str) -> torch.Tensor:
+        """The named slots of a layer's keys or values; (keys, kv_heads, dim), valid until next."""
+        flat = cache.flatten(0, 1)
+        if isinstance(keys, slice):
+            return flat[keys]
+        heads, dim = flat.shape[1:]
+        scratch = self._scratch.get((name, heads, dim))
+        if scratch is None or len(scratch) < len(keys):
+            # Reused across layers and steps: fresh pages would cost more than the copying.
+            scratch = flat.new_empty(max(len(keys), 1024) * 5 // 4, heads, dim)
+            self._scratch[(name, heads, dim)] = scratch
+        return torch.index_select(flat, 0, keys, out=scratch[: len(keys)])
+
+    def _read(self, layer: int, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as (1, kv_heads, keys, dim)."""
+        key = self._gather(self.store.keys[layer], keys, "key")
+        value = self._gather(self.store.values[layer], keys, "value")
+        return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+
+    def _decode(
+        self,
+        attention: LayerAttention,
+        decode: DecodeLayout,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        rows, kv_heads = decode.num_rows, self.store.layers[attention.layer].kv_heads
+        keys = decode.keys if isinstance(decode.keys, slice) else decode.keys.flatten()
+        key = self._gather(self.store.keys[attention.layer], keys, "key")
+        value = self._gather(self.store.values[attention.layer], keys, "value")
+        part, part_lse = attend(
+            query[decode.tokens].unflatten(1, (kv_heads, -1)),
+            key.unflatten(0, (rows, -1)).transpose(1, 2),
+            value.unflatten(0, (rows, -1)).transpose(1, 2),
+            attention.scale,
+            mask=decode.mask,
+            softcap=attention.softcap,
+        )
+        out[decode.tokens] = part.flatten(1, 2).to(out.dtype)
+        lse[decode.tokens] = part_lse.flatten(1, 2).to(lse.dtype)
+
+    def _prefill(
+        self,
+        attention: LayerAttention,
+        prefill: PrefillLayout,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        tokens = prefill.tokens
+        if key is None or value is None:
+            own_key, own_value = self._read(attention.layer, prefill.own_keys)
+        else:
+            own_key, own_value = (x[tokens].transpose(0, 1)[None] for x in (key, value))
+        queries = query[tokens].transpose(0, 1)[None]
+        causal = prefill.own_mask is None
+        part, part_lse = attend(
+            queries, own_key, own_value, attention.scale,
+            causal=causal, mask=prefill.own_mask, softcap=attention.softcap,
+        )  # fmt: skip
+        out[tokens] = part[0].transpose(0, 1).to(out.dtype)
+        lse[tokens] = part_lse[0].T.to(lse.dtype)
+        if prefill.prefix_keys is not None:
+            part, part_lse = attend(
+                queries, *self._read(attention.layer, prefill.prefix_keys), attention.scale,
+                mask=prefill.prefix_mask, softcap=attention.softcap,
+            )  # fmt: skip
+            merge_into(out[tokens], lse[tokens], part[0].transpose(0, 1), part_lse[0].T)
+
+    def _run(
+        self,
+        attention: LayerAttention,
+        run: RunLayout,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        kv_heads = self.store.layers[attention.layer].kv_heads
+        tokens, heads, _ = query[run.tokens].shape
+        groups = heads // kv_heads
+        # All queries and their heads side by side: one matrix product a KV head.
+        packed = query[run.tokens].unflatten(1, (kv_heads, groups)).transpose(0, 1).flatten(1, 2)
+        part, part_lse = attend(
+            packed[None], *self._read(attention.layer, run.keys), attention.scale,
+            mask=run.packed_mask(groups), softcap=attention.softcap,
+        )  # fmt: skip
+        part = part[0].unflatten(1, (tokens, groups)).transpose(0, 1).flatten(1, 2)
+        part_lse = part_lse[0].unflatten(1, (tokens, groups)).transpose(0, 1).flatten(1, 2)
+        merge_into(out[run.tokens], lse[run.tokens], part, part_lse)
