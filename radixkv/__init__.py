@@ -1,1 +1,57 @@
-"""radixkv: any Hugging Face decoder over one paged KV cache that a radix tree organises."""
+"""radixkv: any Hugging Face decoder over one paged KV cache that a radix tree organises.
+
+>>> from radixkv import LLM, SamplingParams
+>>> llm = LLM.demo()
+>>> llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0))
+
+Importing the package is cheap; the model's libraries are imported with the first name that needs
+them, and `radixkv.cache` alone never imports them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from radixkv.cache import EPHEMERAL, PrefixCache, Retention
+    from radixkv.config import CacheConfig, EngineConfig
+    from radixkv.decoding import SamplingParams
+    from radixkv.engine import Completion, RequestOutput
+    from radixkv.llm import LLM
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "EPHEMERAL": "radixkv.cache",
+    "LLM": "radixkv.llm",
+    "CacheConfig": "radixkv.config",
+    "Completion": "radixkv.engine",
+    "EngineConfig": "radixkv.config",
+    "PrefixCache": "radixkv.cache",
+    "RequestOutput": "radixkv.engine",
+    "Retention": "radixkv.cache",
+    "SamplingParams": "radixkv.decoding",
+}
+
+__all__ = [
+    "EPHEMERAL",
+    "LLM",
+    "CacheConfig",
+    "Completion",
+    "EngineConfig",
+    "PrefixCache",
+    "RequestOutput",
+    "Retention",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'radixkv' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

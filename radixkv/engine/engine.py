@@ -1,0 +1,318 @@
+"""Engine: requests in, tokens out, one step after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention, token_bytes
+from radixkv.config import EngineConfig
+from radixkv.decoding import (
+    SamplingParams,
+    SamplingRow,
+    TextStream,
+    Tokenizer,
+    resolve_seed,
+    sample,
+)
+from radixkv.engine.request import Branch, Request, Status, TokenDelta
+from radixkv.engine.runner import ModelRunner
+from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
+from radixkv.engine.stats import EngineCounters, EngineStats
+from radixkv.errors import (
+    EngineStoppedError,
+    NumericalError,
+    PromptTooLongError,
+    RequestError,
+)
+
+# Prompt tokens behind which the first generated ones are turned into text.
+CONTEXT_TOKENS = 8
+
+
+class Engine:
+    """Continuous batching over one model and one prefix cache. Not thread-safe.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+    cache : PrefixCache
+    config : EngineConfig
+    vocab_size, max_model_len : int
+        The model's.
+    tokenizer : Tokenizer, optional
+        Without one, texts stay empty and stop strings are refused.
+    eos_token_ids : iterable of int
+        Tokens that end a continuation.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: PrefixCache,
+        config: EngineConfig,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.config = config
+        self.counters: EngineCounters = runner.counters
+        self.scheduler = Scheduler(cache, config, self.counters)
+        self.vocab_size = vocab_size
+        self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.requests: dict[str, Request] = {}
+        self._serial = 0
+        self._stopped = False
+
+    # -- the door --------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Iterable[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        namespace: Namespace = (),
+        retention: Retention = DEFAULT_RETENTION,
+    ) -> Request:
+        """Queue a request.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be served: empty prompt, token ids out of range, a prompt longer than the
+            model's context, a request larger than the pool, an id that is in use.
+        EngineStoppedError
+            If the engine was shut down.
+        """
+        if self._stopped:
+            raise EngineStoppedError("the engine was shut down")
+        request_id = f"request-{self._serial}" if request_id is None else request_id
+        if request_id in self.requests:
+            raise RequestError(f"there is a request {request_id!r} already")
+        tokens = self._checked_prompt(prompt)
+        self._check_size(len(tokens), params)
+        request = Request(
+            request_id=request_id,
+            serial=self._serial,
+            prompt=tokens,
+            params=params,
+            seed=resolve_seed(params.seed),
+            namespace=namespace,
+            retention=retention,
+        )
+        context = tokens[-CONTEXT_TOKENS:].tolist()
+        for index in range(params.n):
+            stream = TextStream(
+                params, self.tokenizer, eos_token_ids=self.eos_token_ids, context=context
+            )
+            request.branches.append(Branch(request, index, stream))
+        self._serial += 1
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+        self.counters.requests += 1
+        return request
+
+    def _checked_prompt(self, prompt: Iterable[int]) -> npt.NDArray[np.int32]:
+        if isinstance(prompt, str):
+            raise RequestError("the engine takes token ids; tokenize the text first")
+        data = token_bytes(prompt if isinstance(prompt, np.ndarray) else list(prompt))
+        tokens = np.frombuffer(data, np.int32)
+        if not len(tokens):
+            raise RequestError("the prompt is empty; it needs at least one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise RequestError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of "
+                f"{self.vocab_size} tokens"
+            )
+        return tokens
+
+    def _check_size(self, prompt: int, params: SamplingParams) -> None:
+        """Refuse what could never run, even alone: it would wait for ever."""
+        if prompt >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {prompt} tokens, which leaves no room to generate within the "
+                f"model's context of {self.max_model_len}"
+            )
+        if params.n > self.config.max_num_seqs:
+            raise RequestError(
+                f"n={params.n} continuations exceed max_num_seqs={self.config.max_num_seqs}"
+            )
+        size = self.cache.block_size
+        # The last token is sampled, but never computed.
+        longest = min(prompt + params.max_tokens, self.max_model_len) - 1
+        shared = prompt // size if params.n > 1 else 0
+        needed = shared + params.n * (-(-longest // size) - shared)
+        if needed > self.cache.pool.num_blocks:
+            raise PromptTooLongError(
+                f"the request may need {needed} blocks of {size} tokens "
+                f"(prompt {prompt}, max_tokens {params.max_tokens}, n {params.n}), and the pool "
+                f"has {self.cache.pool.num_blocks}; lower max_tokens or n, or give more kv_memory"
+            )
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[TokenDelta]:
+        """Run one step and return what it added, for streaming.
+
+        A request that fails ends with its error in it; the others go on. An exception is raised
+        only for what is no request's fault and not the model's: a broken law of the cache, or an
+        interrupt. Then, too, nothing that was not computed stays visible.
+        """
+        step = self.scheduler.schedule()
+        if not step.rows:
+            return []
+        self._note_peak()
+        try:
+            logits = self.runner.run(step)
+        except Exception as error:
+            self.cache.abort()
+            return self._fail_step(step, error)
+        except BaseException as error:
+            self.cache.abort()
+            self._fail_step(step, error)
+            raise
+        self.cache.settle()
+        return self._advance(step, logits)
+
+    def _note_peak(self) -> None:
+        pool = self.cache.pool
+        held = pool.num_blocks - pool.num_free - self.cache.tree.num_evictable
+        self.counters.peak_blocks_held = max(self.counters.peak_blocks_held, held)
+
+    def _fail_step(self, step: Step, error: BaseException) -> list[TokenDelta]:
+        deltas = []
+        for request in dict.fromkeys(row.branch.request for row in step.rows):
+            failure = EngineStoppedError(f"the step that carried the request failed: {error}")
+            failure.__cause__ = error
+            deltas += self._end(request, failure)
+        return deltas
+
+    def _advance(self, step: Step, logits: torch.Tensor) -> list[TokenDelta]:
+        """Sample behind every row that asks for it, and go on from there."""
+        sampling: list[tuple[ScheduledRow, Branch]] = []
+        index = []
+        wanted = 0
+        for row in step.rows:
+            if row.decodes:
+                self.cache.commit(row.sequence, row.stop)
+                self.counters.decoded_tokens += 1
+            if row.samples:
+                for branch in self._branches_behind(row):
+                    sampling.append((row, branch))
+                    index.append(wanted)
+                wanted += 1
+        if wanted != len(index):
+            logits = logits[torch.tensor(index)]
+        sampled = sample(logits, [self._sampling_row(row, branch) for row, branch in sampling])
+        deltas: list[TokenDelta] = []
+        for (_, branch), token, valid, logprobs in zip(
+            sampling, sampled.token_ids.tolist(), sampled.valid, sampled.logprobs, strict=True
+        ):
+            if branch.request.status is Status.FINISHED:
+                continue
+            if not valid:
+                deltas += self._fail_numerically(branch.request)
+                continue
+            if logprobs is not None:
+                branch.logprobs.append(logprobs)
+            deltas.append(self._push(branch, token))
+        return deltas
+
+    def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
+        """The branches that sample from a row's logits: all of them, behind a fresh prompt."""
+        request = row.branch.request
+        if request.is_fresh:
+            for branch in request.branches[1:]:
+                branch.sequence = self.cache.fork(row.sequence)
+            return request.branches
+        return [row.branch]
+
+    def _sampling_row(self, row: ScheduledRow, branch: Branch) -> SamplingRow:
+        request = branch.request
+        return SamplingRow(
+            request.params, request.seed, branch.index, row.stop, branch.stream.banned_tokens
+        )
+
+    def _push(self, branch: Branch, token: int) -> TokenDelta:
+        request = branch.request
+        if request.first_token_at is None:
+            request.first_token_at = time.perf_counter()
+        self.counters.sampled_tokens += 1
+        delta = branch.stream.push(token)
+        text = delta.text
+        if delta.finish_reason is None:
+            branch.next_token = token
+            if len(request.prompt) + len(branch.stream.token_ids) >= self.max_model_len:
+                delta = branch.stream.finish()
+                text += delta.text
+        if delta.finish_reason is not None:
+            self.scheduler.release(branch)
+            if not request.live_branches:
+                self._close(request)
+        return TokenDelta(request.request_id, branch.index, token, text, delta.finish_reason)
+
+    # -- endings ---------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at whatever stage it is; what it computed stays cached.
+
+        Returns False if there is no such request (it may just have finished).
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self.counters.requests_aborted += 1
+        self._close(request)
+        return True
+
+    def shutdown(self) -> None:
+        """End every request with `EngineStoppedError` and take no more."""
+        self._stopped = True
+        for request in list(self.requests.values()):
+            self._end(request, EngineStoppedError("the engine was shut down"))
+
+    def _fail_numerically(self, request: Request) -> list[TokenDelta]:
+        """NaN logits: nothing that this request computed may be found by others."""
+        for branch in request.branches:
+            if branch.sequence is not None:
+                self.cache.withdraw(branch.sequence, request.num_cached_tokens)
+        return self._end(request, NumericalError("the model gave NaN logits for this request"))
+
+    def _end(self, request: Request, error: Exception) -> list[TokenDelta]:
+        request.error = error
+        self.counters.requests_failed += 1
+        live = request.live_branches
+        self._close(request)
+        return [TokenDelta(request.request_id, b.index, -1, "", "error") for b in live]
+
+    def _close(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        request.finished_at = time.perf_counter()
+        del self.requests[request.request_id]
+
+    def stats(self) -> EngineStats:
+        """Counters and state now."""
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            engine=replace(self.counters),
+            cache=self.cache.stats(),
+        )

@@ -1,0 +1,204 @@
+"""Requests, their branches, and what users get of them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.cache import DEFAULT_RETENTION, Namespace, Retention, Sequence
+from radixkv.decoding import FinishReason, SamplingParams, TextStream, TokenLogprobs
+
+
+class Status(Enum):
+    """Where a request is: WAITING (also after a preemption), RUNNING or FINISHED."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """One continuation of a request.
+
+    Attributes
+    ----------
+    stream : TextStream
+        Its tokens and text, and whether it has ended.
+    sequence : Sequence or None
+        Its blocks; None while it waits or once it has ended.
+    next_token : int
+        Sampled, but not yet in the sequence; -1 for none.
+    """
+
+    request: Request
+    index: int
+    stream: TextStream
+    sequence: Sequence | None = None
+    next_token: int = -1
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.stream.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and how to continue it.
+
+    Attributes
+    ----------
+    serial : int
+        Order of arrival.
+    branches : list of Branch
+        The continuations, from the start; they share one sequence until the prompt is computed.
+    to_prefill : list of Branch
+        Branches whose tokens are not all computed; of a fresh request only the first, from which
+        the others are forked.
+    overtaken : int
+        How often a later request was admitted first.
+    num_cached_tokens : int
+        Prompt tokens that did not have to be computed.
+    """
+
+    request_id: str
+    serial: int
+    prompt: npt.NDArray[np.int32]
+    params: SamplingParams
+    seed: int
+    namespace: Namespace = ()
+    retention: Retention = DEFAULT_RETENTION
+    status: Status = Status.WAITING
+    branches: list[Branch] = field(default_factory=list)
+    to_prefill: list[Branch] = field(default_factory=list)
+    overtaken: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    error: Exception | None = None
+    arrived_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no token of it was sampled yet."""
+        return not self.branches[0].stream.token_ids
+
+    @property
+    def live_branches(self) -> list[Branch]:
+        return [branch for branch in self.branches if not branch.finished]
+
+    def tokens_of(self, branch: Branch) -> npt.NDArray[np.int32]:
+        """The prompt and what the branch has generated; int32."""
+        return np.concatenate((self.prompt, np.array(branch.stream.token_ids, np.int32)))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One continuation as a user gets it.
+
+    Attributes
+    ----------
+    finish_reason : "stop", "length", "abort", "error" or None
+        None while it goes on.
+    stop_reason : str, int or None
+        The stop string or stop token that ended it.
+    logprobs : tuple of TokenLogprobs or None
+        One a token, if they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | str | None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request as a user gets it; ``text`` and the like speak of the first continuation.
+
+    Attributes
+    ----------
+    num_cached_tokens : int
+        Prompt tokens whose KV was found in the cache.
+    time_to_first_token, total_time : float or None
+        Seconds from the request's arrival.
+    error : Exception or None
+        Why it failed, if it did.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Completion, ...]
+    num_cached_tokens: int
+    num_preemptions: int
+    time_to_first_token: float | None
+    total_time: float | None
+    error: Exception | None = None
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | str | None:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step added to one branch: for streaming.
+
+    Attributes
+    ----------
+    token_id : int
+        -1 if the branch ended without a token (it was aborted, or it failed).
+    text : str
+        May be empty: characters and possible stop strings are held back until they are certain.
+    """
+
+    request_id: str
+    index: int
+    token_id: int
+    text: str
+    finish_reason: FinishReason | str | None = None
+
+
+def output_of(request: Request) -> RequestOutput:
+    """The request as it stands."""
+    ending = None
+    if request.status is Status.FINISHED:
+        ending = "error" if request.error is not None else "abort"
+    outputs = tuple(
+        Completion(
+            index=branch.index,
+            text=branch.stream.text,
+            token_ids=tuple(branch.stream.token_ids),
+            finish_reason=branch.stream.finish_reason or ending,
+            stop_reason=branch.stream.stop_reason,
+            logprobs=None if request.params.logprobs is None else tuple(branch.logprobs),
+        )
+        for branch in request.branches
+    )
+    since = request.arrived_at
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(request.prompt.tolist()),
+        outputs=outputs,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        time_to_first_token=request.first_token_at and request.first_token_at - since,
+        total_time=request.finished_at and request.finished_at - since,
+        error=request.error,
+    )

@@ -1,0 +1,86 @@
+"""ModelRunner: one step on the model, from rows to logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.attention import AttentionBackend, AttentionPlan, Row, make_batch
+from radixkv.cache import CopyOrder, copy_waves
+from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE
+from radixkv.engine.scheduler import ScheduledRow, Step
+from radixkv.engine.stats import EngineCounters
+from radixkv.model.adapter import ModelAdapter
+
+
+class ModelRunner:
+    """Runs steps; owns nothing but the plan of the last one."""
+
+    def __init__(
+        self, adapter: ModelAdapter, backend: AttentionBackend, counters: EngineCounters
+    ) -> None:
+        self.adapter = adapter
+        self.backend = backend
+        self.counters = counters
+        self._planned: tuple[int, ...] = ()
+        self._plan: AttentionPlan | None = None
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> torch.Tensor:
+        """Compute a step.
+
+        Returns
+        -------
+        tensor (rows that sample, vocabulary)
+            Logits, in the order of the step's rows.
+        """
+        store = self.backend.store
+        for wave in copy_waves(order for order in step.copies if not order.after_write):
+            store.copy_blocks(wave)
+        rows = [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows]
+        batch = make_batch(
+            rows,
+            store.block_size,
+            keep=[row.computes for row in step.rows],
+            plan=self._reusable_plan(step),
+        )
+        self._plan = batch.plan
+        batch.copies = [self._slots(order) for order in step.copies if order.after_write]
+        order = batch.plan.order.tolist()
+        tokens = np.concatenate([_tokens(step.rows[index]) for index in order])
+        place = np.empty(len(rows), np.int64)
+        place[batch.plan.order] = np.arange(len(rows))
+        last = batch.offsets[1:] - 1
+        wanted = [last[place[i]] for i, row in enumerate(step.rows) if row.samples]
+        self._count(step.rows, batch.kv_tokens())
+        return self.adapter.forward(
+            self.backend,
+            batch,
+            torch.from_numpy(tokens),
+            torch.tensor(wanted, dtype=torch.int64),
+        )
+
+    def _reusable_plan(self, step: Step) -> AttentionPlan | None:
+        """The last plan, if the same sequences only go on decoding."""
+        decoding = all(row.computes and row.stop - row.start == 1 for row in step.rows)
+        rows = tuple(id(row.sequence) for row in step.rows) if decoding else ()
+        same = bool(rows) and rows == self._planned and not step.copies
+        self._planned = rows
+        return self._plan if same else None
+
+    def _slots(self, order: CopyOrder) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.backend.store.block_size
+        offsets = torch.arange(order.num_tokens)
+        return order.source * size + offsets, order.target * size + offsets
+
+    def _count(self, rows: list[ScheduledRow], kv_tokens: tuple[int, int]) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.kv_tokens_read += kv_tokens[0]
+        counters.kv_tokens_unshared += kv_tokens[1]
+
+
+def _tokens(row: ScheduledRow) -> npt.NDArray[np.int64]:
+    data = row.sequence.data[row.start * TOKEN_BYTES : row.stop * TOKEN_BYTES]
+    return np.frombuffer(data, TOKEN_DTYPE).astype(np.int64)
