@@ -128,7 +128,7 @@ def test_nan_logits_fail_alone(
     healthy = llm.engine.add_request(prompt(2), GREEDY, request_id="healthy")
 
     def poison(step: Any) -> torch.Tensor:
-        logits = run(step)
+        logits = run(step).clone()
         sampling = [row for row in step.rows if row.samples]
         for index, row in enumerate(sampling):
             if row.branch.request is poisoned and len(row.branch.stream.token_ids) == 3:
