@@ -22,6 +22,13 @@ def raw(cache):
     return cache.view(torch.uint8).cpu().numpy()
 
 
+def walled(cache):
+    """A copy with a block of zeros on either side, where a stray write shows."""
+    room = cache.new_zeros(cache.shape[0] + 2, *cache.shape[1:])
+    room.view(torch.uint8)[1:-1] = cache.view(torch.uint8)
+    return room
+
+
 def check(caches, pairs, ids=list):
     expected = []
     for cache in caches:
@@ -31,10 +38,11 @@ def check(caches, pairs, ids=list):
         expected.append(after)
     sources, targets = ids([s for s, _ in pairs]), ids([t for _, t in pairs])
     for copy in (copy_blocks, torch_twins.copy_blocks):
-        mine = [cache.clone() for cache in caches]
-        assert copy(mine, sources, targets) is None
-        for got, wanted in zip(mine, expected, strict=True):
-            np.testing.assert_array_equal(raw(got), wanted)
+        rooms = [walled(cache) for cache in caches]
+        assert copy([room[1:-1] for room in rooms], sources, targets) is None
+        for room, wanted in zip(rooms, expected, strict=True):
+            np.testing.assert_array_equal(raw(room)[1:-1], wanted)
+            assert not raw(room)[[0, -1]].any()
 
 
 PAIRS = {
@@ -98,7 +106,10 @@ def test_a_view_that_starts_at_an_odd_element(device):
     assert torch.equal(whole.view(torch.int16), before.view(torch.int16))
 
 
-@pytest.mark.parametrize(("pairs", "launches"), [([(0, 1), (2, 3)], 1), ([(0, 1), (1, 2)], 2)])
+@pytest.mark.parametrize(
+    ("pairs", "launches"),
+    [([(0, 1), (2, 3)], 1), ([(0, 1), (1, 2)], 2), ([(0, 1), (2, 2)], 1), ([(2, 2)], 0)],
+)
 def test_stages_only_when_it_must(pairs, launches, device, monkeypatch):
     seen = []
     launch = radixkv_kernels.kv._copy_rows

@@ -29,6 +29,13 @@ def empty_cache(blocks, block_size, heads, dim, dtype, device):
     return torch.full((blocks, block_size, heads, dim), torch.nan, dtype=dtype, device=device)
 
 
+def walled(cache):
+    """A copy with a block of NaN on either side, where a stray write shows instead of crashing."""
+    room = torch.full_like(torch.cat([cache, cache.new_empty(2, *cache.shape[1:])]), torch.nan)
+    room[1:-1] = cache
+    return room
+
+
 def naive(rows, cache, slots):
     expected = cache.float().cpu().numpy().copy()
     for token, slot in enumerate(slots):
@@ -41,14 +48,16 @@ def naive(rows, cache, slots):
 def check(key, value, key_cache, value_cache, slots, slot_dtype=torch.int64):
     """Write with both, compare with the loop: bits equal, and NaN wherever nobody wrote."""
     expected = naive(key, key_cache, slots), naive(value, value_cache, slots)
-    mapping = torch.tensor(slots, dtype=slot_dtype, device=key.device)
-    written = key_cache.clone(), value_cache.clone()
-    twin = key_cache.clone(), value_cache.clone()
-    assert write_kv(key, value, *written, mapping) is None
-    assert torch_twins.write_kv(key, value, *twin, mapping) is None
+    # Beyond the mapping's end lies a valid slot, which a kernel that reads on would spoil.
+    mapping = torch.tensor(slots + [0] * 1024, dtype=slot_dtype, device=key.device)[: len(slots)]
+    written = walled(key_cache), walled(value_cache)
+    twin = walled(key_cache), walled(value_cache)
+    assert write_kv(key, value, *(room[1:-1] for room in written), mapping) is None
+    assert torch_twins.write_kv(key, value, *(room[1:-1] for room in twin), mapping) is None
     for got, other, wanted in zip(written, twin, expected, strict=True):
         assert torch.equal(got.view(BITS[got.dtype]), other.view(BITS[got.dtype]))
-        np.testing.assert_array_equal(got.float().cpu().numpy(), wanted)
+        assert got[[0, -1]].isnan().all()
+        np.testing.assert_array_equal(got[1:-1].float().cpu().numpy(), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,7 +77,7 @@ def test_every_layout(layout, slot_dtype, device):
     key = layouts(6, 2, 40, torch.float16, device)[layout]
     value = layouts(6, 2, 16, torch.float16, device)[layout]
     caches = [empty_cache(4, 2, 2, dim, torch.float16, device) for dim in (40, 16)]
-    check(key, value, *caches, [5, 2, -1, 7, -9, 0], slot_dtype)
+    check(key, value, *caches, [5, 2, -1, 7, -2, 0], slot_dtype)
 
 
 def test_rows_wider_than_a_tile(device):
