@@ -51,7 +51,7 @@ class Detokenizer:
         Leave special tokens out of the text.
     """
 
-    __slots__ = ("_clean", "_decode", "_known", "_mark", "_safe", "_window")
+    __slots__ = ("_clean", "_decode", "_known", "_mark", "_window")
 
     def __init__(
         self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special_tokens: bool = True
@@ -65,7 +65,6 @@ class Detokenizer:
         self._clean = 0  # the first _clean tokens of the window are whole characters
         self._mark = 0  # an earlier value of _clean, where the window may be cut
         self._known = ""  # the window's text, as far as it was returned or belongs to the prompt
-        self._safe = ""  # the same without the unfinished character at the end of the prompt
         if len(context):
             self._start(context)
 
@@ -78,7 +77,7 @@ class Detokenizer:
         settled = full.rstrip(REPLACEMENT)
         new = self._beyond(settled) or ""
         if new:
-            self._known = self._safe = settled
+            self._known = settled
         waiting = len(self._window) - self._clean
         if waiting % WINDOW == 0:
             new += self._give_up(full)
@@ -112,24 +111,22 @@ class Detokenizer:
                 if text and text[0] != REPLACEMENT != text[-1]:
                     self._window = tail[front:]
                     self._clean = len(inner)
-                    self._known, self._safe = self._decode(self._window), text
+                    self._known = self._decode(self._window)
                     return
         self._window, self._clean = tail, len(tail)
-        self._known = self._safe = self._decode(tail)
+        self._known = self._decode(tail)
 
     def _beyond(self, text: str) -> str | None:
         """Return what a decoding of the window adds to what is known; None if it contradicts."""
-        for known in (self._known, self._safe):
-            if text.startswith(known):
-                return text[len(known) :]
-        return None
+        return text[len(self._known) :] if text.startswith(self._known) else None
 
     def _accept(self, full: str) -> str:
         """Return all new text of the window, and cut the window if it has become long."""
         window = self._window
         new = self._beyond(full)
         if new is None:
-            # A wrong byte has garbled characters that were whole: the rest is read without them.
+            # The prompt's last character has been finished, or a wrong byte has garbled characters
+            # that were whole: either way, what waits is read on its own.
             del window[: self._clean]
             self._mark = 0
             full = new = self._decode(window)
@@ -140,18 +137,18 @@ class Detokenizer:
             self._mark = len(window)
         elif not new and len(window) > 3 * WINDOW:
             window.pop()  # one more of a long run of tokens without text
-        self._known = self._safe = full
+        self._known = full
         self._clean = len(window)
         return new
 
     def _give_up(self, full: str) -> str:
         """Return the front part of a long run of bytes that never became characters.
 
-        The window is cut where both sides decode on their own to what they are together; the last
-        few tokens stay, because they may be the beginning of a character.
+        The window is cut where both sides decode on their own to what they are together, so never
+        within what may be the beginning of a character.
         """
         window = self._window
-        for cut in range(len(window) - LONGEST, self._clean, -1):
+        for cut in range(len(window) - 1, self._clean, -1):
             left = self._decode(window[:cut])
             if left + self._decode(window[cut:]) != full:
                 continue
@@ -161,6 +158,6 @@ class Detokenizer:
                 new = self._decode(window[self._clean : cut])
             del window[:cut]
             self._clean = self._mark = 0
-            self._known = self._safe = ahead
+            self._known = ahead
             return new
         return ""

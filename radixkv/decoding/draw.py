@@ -16,14 +16,14 @@ def draw(weights: Tensor, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
 
     Sums are float64 and taken in two steps, over blocks of tokens and within the block that was
     hit, so that no row is summed up token by token. A token of weight zero is never picked, however
-    close to 1 the uniform number is.
+    close to 1 the uniform number is and however the two sums round.
 
     Parameters
     ----------
     weights : (rows, vocab) float32
         Not negative; any scale.
     uniform : (rows,) float64
-        In [0, 1).
+        In [0, 1]; 1 picks the last token that has a weight.
 
     Returns
     -------

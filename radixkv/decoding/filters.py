@@ -2,8 +2,8 @@
 
 The order and the sets that are kept are those of transformers' logits warpers: top_k keeps every
 token that ties with the k-th; top_p keeps the token that crosses ``top_p``; min_p compares the
-probabilities that both have left. Where equal logits lie on the border of top_p, the lowest ids
-are dropped first, as a stable ascending sort has it.
+probabilities that both have left. Where equal logits lie on the border of top_p, as many are kept
+as there; which ones, transformers leaves to an unstable sort, and here the lowest ids go first.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _nucleus(logits: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64
     if top_k.any():
         ordered.masked_fill_(ordered < kth, -torch.inf)
     mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-    # No mass lies at or below −1, so that top_p = 1 drops nothing, not even what underflowed.
-    share = _column(np.where(top_p < 1, 1 - top_p, -1), logits)
+    # With top_p = 1 this drops only what has underflowed to a mass of zero.
+    share = _column(1 - top_p, logits)
     dropped = torch.searchsorted(mass, share, right=True).clamp_(max=vocab - 1)
     lowest = torch.maximum(ordered.gather(1, dropped), kth)
     keep = at_least(logits, lowest)

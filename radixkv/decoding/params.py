@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass
 
 from radixkv.decoding import checks
-from radixkv.decoding.unknown import refuse_unknown
+from radixkv.decoding.unknown import names_unknown_keywords
 from radixkv.errors import RequestError
 
 GREEDY_BELOW = 1e-5
@@ -16,6 +15,7 @@ GREEDY_BELOW = 1e-5
 MAX_SEED = 2**64 - 1
 
 
+@names_unknown_keywords
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded. Immutable; derive another with `dataclasses.replace`.
@@ -74,13 +74,6 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
-
-    # The generated __init__ would answer an unknown keyword with a bare TypeError; __new__ sees
-    # the keywords first, and leaves signature, replace() and type checkers as they are.
-    def __new__(cls, *args: object, **given: object) -> Self:
-        """Refuse unknown keywords before the dataclass sees them."""
-        refuse_unknown(cls.__name__, given, (field.name for field in fields(cls)))
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every value and bring it to its plain type (numpy scalars are welcome)."""

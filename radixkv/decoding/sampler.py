@@ -89,7 +89,6 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """
     if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] == 0:
         raise ValueError(f"logits must be ({len(rows)}, vocab), got {tuple(logits.shape)}")
-    logits = logits.detach()
     token_ids, best = argmax(logits)
     valid = np.isfinite(best)
     greedy = np.array([row.params.greedy for row in rows], dtype=bool)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import TypeVar
 
 from radixkv.errors import UnsupportedParameterError
+
+T = TypeVar("T")
 
 # Other engines' names, and what to write here instead.
 ALIASES: Mapping[str, str] = {
@@ -69,25 +74,28 @@ NOT_YET = frozenset(
 )
 
 
-def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise if any given name is unknown.
+def names_unknown_keywords(cls: type[T]) -> type[T]:
+    """Decorate a dataclass so that an unknown keyword names the nearest one that exists.
 
-    Parameters
-    ----------
-    owner : str
-        Name of the class that was called, for the message.
-    given, known : iterable of str
-        Names that were passed, and names that exist.
+    The signature stays what the dataclass made it, for `inspect` and for type checkers.
 
     Raises
     ------
     UnsupportedParameterError
-        Naming every unknown parameter and, for each, the nearest one that exists.
+        From the decorated class, naming every unknown keyword and what to write instead.
     """
-    names = sorted(known)
-    hints = [_hint(name, names) for name in given if name not in names]
-    if hints:
-        raise UnsupportedParameterError(f"{owner}: " + "; ".join(hints))
+    made = cls.__init__
+    known = sorted(name for name in inspect.signature(made).parameters if name != "self")
+
+    @functools.wraps(made)
+    def init(self: T, *args: object, **given: object) -> None:
+        hints = [_hint(name, known) for name in given if name not in known]
+        if hints:
+            raise UnsupportedParameterError(f"{cls.__name__}: " + "; ".join(hints))
+        made(self, *args, **given)
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _hint(name: str, known: list[str]) -> str:

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from radixkv.decoding import Detokenizer
 
@@ -113,13 +116,15 @@ def test_an_emoji_of_four_tokens_arrives_at_once(byte_level: Any, byte_id: Any) 
     ]
 
 
-def test_whole_text_before_an_unfinished_character_is_not_held(byte_level: Any) -> None:
-    class Pieces:
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-            return b"".join([b"ab\xe4", b"\xbd\xa0c"][i] for i in token_ids).decode(
-                errors="replace"
-            )
+class Pieces:
+    """A byte-level tokenizer of two long tokens."""
 
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        pieces = [b"ab\xe4", b"\xbd\xa0c"]
+        return b"".join(pieces[i] for i in token_ids).decode(errors="replace")
+
+
+def test_whole_text_before_an_unfinished_character_is_not_held() -> None:
     detokenizer = Detokenizer(Pieces())
     assert [detokenizer.push(0), detokenizer.push(1), detokenizer.finish()] == ["ab", "你c", ""]
 
@@ -141,9 +146,10 @@ def test_a_prompt_that_ends_within_a_character(split: int, byte_level: Any, byte
 
 def test_a_byte_fallback_prompt_that_begins_and_ends_within_a_character(byte_fallback: Any) -> None:
     ids = [3 + byte for byte in ("你" * 12 + "好!").encode()]
-    for end in range(30, len(ids)):
-        joined = stream(byte_fallback, ids[:end], ids[end:])
-        assert joined == bytes(byte - 3 for byte in ids[end // 3 * 3 :]).decode()
+    for start in range(3):
+        for end in range(30, len(ids)):
+            joined = stream(byte_fallback, ids[start:end], ids[end:])
+            assert joined == bytes(byte - 3 for byte in ids[end // 3 * 3 :]).decode()
 
 
 def test_a_prompt_that_ends_in_a_genuine_replacement_character(byte_level: Any) -> None:
@@ -155,14 +161,17 @@ def test_whole_characters_stay_when_a_later_byte_of_the_run_is_wrong(byte_fallba
     out = [3 + byte for byte in "你好".encode() + b"\xff"] + encode(byte_fallback, "then")
     assert whole(byte_fallback, out).startswith("\ufffd" * 7)
     assert stream(byte_fallback, (), out) == "你好\ufffd then"
-    assert stream(byte_fallback, (), out[:8]) == "你好" + "\ufffd" * 2 or True
     assert stream(byte_fallback, (), out[:4]) == "你\ufffd"
+    junk = encode(byte_fallback, "then 你") + [3 + 0xFF] * 50
+    assert stream(byte_fallback, (), junk) == "then 你" + "\ufffd" * 50
 
 
-def test_spaces_are_not_cleaned_up(byte_level: Any) -> None:
-    tokenizer = type(byte_level).from_pretrained if False else byte_level
-    out = encode(tokenizer, "a . b , c")
-    assert stream(tokenizer, (), out) == "a . b , c"
+def test_spaces_before_punctuation_stay_though_transformers_would_take_them_back() -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "▁.": 1, "▁b": 2}))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([0, 1, 2]) == "a. b"
+    assert stream(tokenizer, (), [0, 1, 2]) == "a . b"
 
 
 def test_only_special_tokens_in_the_prompts_tail(metaspace: Any) -> None:
@@ -193,18 +202,29 @@ class Counting:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
 
-@pytest.mark.parametrize("case", ["text", "special", "junk", "half", "genuine", "unknown"])
+@pytest.mark.parametrize("case", ["text", "special", "junk", "genuine", "unknown", "pieces"])
 def test_the_cost_of_a_token_does_not_grow(case: str, byte_level: Any, byte_id: Any) -> None:
     out = {
         "text": encode(byte_level, "The quick brown 你好 fox 😀 "),
         "special": [1],
         "junk": [byte_id(0xE4), byte_id(0xBD)],
-        "half": [byte_id(0x41), byte_id(0xE4)],
         "genuine": encode(byte_level, "\ufffd"),
         "unknown": [10**6],
+        "pieces": [0],
     }[case]
     out = (out * 2000)[:2000]
-    counting = Counting(byte_level)
-    assert stream(counting, (), out) == whole(byte_level, out)
+    tokenizer = Pieces() if case == "pieces" else byte_level
+    counting = Counting(tokenizer)
+    assert stream(counting, (), out) == whole(tokenizer, out)
     assert counting.longest <= 50
     assert counting.tokens <= 60 * len(out)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts_keep_every_space(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    out = encode(tokenizer, "the end  of   a tale: 你 and all " * 40)
+    assert len(out) > 500
+    counting = Counting(tokenizer)
+    assert stream(counting, (), out) == whole(tokenizer, out)
+    assert counting.longest <= 50
