@@ -88,7 +88,7 @@ def report(
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*(_shown(value) for value in row))
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items())
     console.print(
