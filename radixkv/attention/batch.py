@@ -72,10 +72,14 @@ class AttentionBatch:
 
     Attributes
     ----------
+    plan : AttentionPlan
     rows : list of Row
         In the plan's order.
+    block_size : int
     offsets : int64 array (rows + 1,)
         Where each row's queries begin among the step's tokens.
+    positions : int64 array (tokens,)
+        Of every query in its sequence.
     slots : int64 tensor (written,)
         Slots to write.
     written : int64 tensor (written,) or None
@@ -129,13 +133,15 @@ def make_batch(
         In any order; ``batch.plan.order`` tells where each went.
     block_size : int
     keep : sequence of bool, optional
-        Per row, whether its keys and values are written; a row whose tokens are cached already
-        only asks. All are written unless given.
+        Per row, whether its keys and values are written. A row that does not write finds them in
+        its blocks, cached already or written by another row of this step. All write unless given.
     plan : AttentionPlan, optional
         An earlier plan of the same rows, of which only the lengths have grown since.
     sharing_pays : int, optional
         Passed on to `plan_attention`.
     """
+    if not rows or any(row.num_queries < 1 for row in rows):
+        raise ValueError("a step needs at least one row, and every row at least one query")
     if plan is None:
         plan = plan_attention(
             [row.table for row in rows],

@@ -95,7 +95,9 @@ def _attend_fused(
     mask: KeyMask | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    # The fused operator wants keys and values of one width.
+    # The fused operator reads a wider stride of the last axis as if it were 1, without a word.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    # It wants keys and values of one width.
     if key_dim < value_dim:
         query, key = (F.pad(x, (0, value_dim - key_dim)) for x in (query, key))
     elif value_dim < key_dim:
@@ -125,8 +127,7 @@ def _attend_plainly(
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.to(wide).unflatten(1, (kv_heads, heads // kv_heads))
     logits = grouped @ key.to(wide).transpose(-1, -2).unsqueeze(2) * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = softcap * torch.tanh(logits / softcap)
     if causal:
         seen = torch.ones(queries, key.shape[-2], dtype=torch.bool).tril_()
         logits = logits.masked_fill(~seen, -torch.inf)

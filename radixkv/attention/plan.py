@@ -77,7 +77,7 @@ def plan_attention(
     block_size: int,
     sharing_pays: int = SHARING_PAYS,
 ) -> AttentionPlan:
-    """Plan one batch; O(rows x log(rows) + blocks).
+    """Plan one batch; O(rows x (log(rows) + depth of the forest) + blocks).
 
     Parameters
     ----------

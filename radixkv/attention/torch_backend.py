@@ -34,16 +34,18 @@ class TorchBackend:
         value: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
+        asked, query = query.dtype, query.to(self.store.dtype)
         if key is not None and value is not None:
-            self.write(attention.layer, batch, key, value)
+            key, value = key.to(self.store.dtype), value.to(self.store.dtype)
+            self._write(attention.layer, batch, key, value)
         layout = batch.prepared.get(attention.span)
         if not isinstance(layout, SpanLayout):
             layout = batch.prepared[attention.span] = lay_out(batch, attention.span)
         tokens, heads, _ = query.shape
         value_dim = self.store.layers[attention.layer].value_dim
-        # Partial results are merged in float32; without any, what the operator gives is final.
-        dtype = torch.float32 if layout.runs or layout.prefills else query.dtype
-        out = torch.empty(tokens, heads, value_dim, dtype=torch.promote_types(dtype, query.dtype))
+        # What is merged or scaled stays in float32 until then; else the operator's is final.
+        final = not (layout.runs or layout.prefills or attention.sinks is not None)
+        out = torch.empty(tokens, heads, value_dim, dtype=query.dtype if final else torch.float32)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
         for decode in layout.decodes:
             self._decode(attention, decode, query, out, lse)
@@ -54,10 +56,10 @@ class TorchBackend:
         if attention.sinks is not None:
             # A sink adds to the denominator alone: scale by the share that the keys keep.
             sinks = attention.sinks.to(torch.float32)
-            out *= torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
-        return out.to(query.dtype)
+            out *= torch.sigmoid(lse - sinks).unsqueeze(-1)
+        return out.to(asked)
 
-    def write(
+    def _write(
         self, layer: int, batch: AttentionBatch, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Store the step's keys and values, then make the copies that wait for them."""
@@ -75,8 +77,10 @@ class TorchBackend:
         heads, dim = flat.shape[1:]
         scratch = self._scratch.get((name, heads, dim))
         if scratch is None or len(scratch) < len(keys):
-            # Reused across layers and steps: fresh pages would cost more than the copying.
-            scratch = flat.new_empty(max(len(keys), 1024) * 5 // 4, heads, dim)
+            # Reused across layers and steps: fresh pages would cost more than the copying. Made as
+            # an ordinary tensor, so that steps in and out of inference mode can take turns.
+            with torch.inference_mode(False):
+                scratch = flat.new_empty(max(len(keys), 1024) * 5 // 4, heads, dim)
             self._scratch[(name, heads, dim)] = scratch
         return torch.index_select(flat, 0, keys, out=scratch[: len(keys)])
 

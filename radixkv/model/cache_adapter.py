@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from transformers import Cache, DynamicCache
 
-from radixkv.attention import AttentionBackend, AttentionBatch, KVStore, LayerShape
+from radixkv.attention import AttentionBackend, AttentionBatch, KVStore, LayerShape, Row
 from radixkv.attention.batch import table_slots
-from radixkv.model.layers import Model, forward_parameters, probe_tokens, refuse
+from radixkv.attention.plan import Int64Array
+from radixkv.model.layers import Model, forward_parameters, max_positions, probe_tokens, refuse
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -40,6 +41,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             ]
         )
         self._read = torch.from_numpy(slots.reshape(-1))
+        self._copies = _awaited_copies(batch, members)
         own = np.concatenate([np.arange(batch.offsets[r], batch.offsets[r + 1]) for r in rows])
         self._write_slots, self._written = _written(batch, own)
 
@@ -52,15 +54,20 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the rows' new keys and values; return all of theirs, (rows, heads, width, dim)."""
-        rows = key_states.shape[0]
         new = [x.transpose(1, 2).flatten(0, 1)[self._written] for x in (key_states, value_states)]
         self._store.write(layer_idx, new[0], new[1], self._write_slots)
-        caches = (self._store.keys[layer_idx], self._store.values[layer_idx])
-        key, value = (
-            cache.flatten(0, 1)[self._read].unflatten(0, (rows, self.width)).transpose(1, 2)
-            for cache in caches
-        )
-        return key, value
+        for sources, targets in self._copies:
+            self._store.copy_slots(layer_idx, sources, targets)
+        key = self._all(self._store.keys[layer_idx], key_states)
+        return key, self._all(self._store.values[layer_idx], value_states)
+
+    def _all(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """A layer's keys or values of the rows' whole texts; (rows, heads, width, dim)."""
+        old = cache.flatten(0, 1)[self._read].unflatten(0, (len(new), self.width)).transpose(1, 2)
+        # A row that does not write may be here before the row that writes for it.
+        old[:, :, -self.queries :] = new
+        whole: torch.Tensor = old.to(new.dtype)
+        return whole
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before the queries, padding included."""
@@ -83,7 +90,24 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return False
 
 
-def _written(batch: AttentionBatch, own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _awaited_copies(
+    batch: AttentionBatch, rows: Sequence[Row]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The step's copies that end in these rows' blocks, in one go or by way of other copies.
+
+    Made anew by every group that awaits them: an earlier group may have copied before the source
+    was written, which did no harm, as whoever reads the target comes later.
+    """
+    blocks = {block for row in rows for block in row.table.tolist()} if batch.copies else set()
+    awaited = []
+    for sources, targets in reversed(batch.copies):
+        if not blocks.isdisjoint((targets // batch.block_size).tolist()):
+            blocks.update((sources // batch.block_size).tolist())
+            awaited.append((sources, targets))
+    return awaited[::-1]
+
+
+def _written(batch: AttentionBatch, own: Int64Array) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots to write for these tokens of the batch, and which of them those are."""
     if batch.written is None:
         return batch.slots[torch.from_numpy(own)], torch.arange(len(own))
@@ -94,10 +118,19 @@ def _written(batch: AttentionBatch, own: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 class CacheAdapter:
-    """Serves a model through its own cache interface; see `ModelAdapter`."""
+    """Serves a model through its own cache interface; see `ModelAdapter`.
 
-    def __init__(self, model: Model) -> None:
+    Parameters
+    ----------
+    pad : bool
+        Whether rows of different lengths may go together. Off for a model that takes the length of
+        its cache, padding included, for the position of its tokens.
+    """
+
+    def __init__(self, model: Model, *, pad: bool = True) -> None:
         self.model = model
+        self.max_positions = max_positions(model)
+        self._pad = pad
         self._parameters = forward_parameters(model)
         names = [name for name in ("cache", "past_key_values") if name in self._parameters]
         if not names:
@@ -108,6 +141,7 @@ class CacheAdapter:
     def close(self) -> None:
         """Nothing of the model was changed."""
 
+    @torch.no_grad()
     def forward(
         self,
         backend: AttentionBackend,
@@ -118,61 +152,66 @@ class CacheAdapter:
         """See `ModelAdapter.forward`. Rows that read what others write in this step come later."""
         store = backend.store
         logits: torch.Tensor | None = None
-        place = {int(token): index for index, token in enumerate(logit_tokens.tolist())}
+        positions = torch.from_numpy(batch.positions)
         for rows in self._groups(batch):
-            starts = np.array([batch.offsets[row] for row in rows])
-            queries = batch.rows[rows[0]].num_queries
+            starts, queries = batch.offsets[rows], batch.rows[rows[0]].num_queries
             index = torch.from_numpy(starts[:, None] + np.arange(queries))
-            self._copy_into(store, batch, rows)
+            # Whose logits are wanted, as columns of this forward: for all rows the same, as
+            # several rows have a single query each. A forward without any keeps one.
+            columns = torch.isin(index, logit_tokens).any(0).nonzero()[:, 0]
+            columns = columns if len(columns) else torch.tensor([queries - 1])
             cache = PagedCache(store, batch, rows)
-            part = self._run(tokens[index], torch.from_numpy(batch.positions)[index], cache)
+            part = self._run(tokens[index], positions[index], cache, columns).flatten(0, 1)
             if logits is None:
-                logits = part.new_empty(len(place), part.shape[-1])
-            for row, row_tokens in enumerate(index.tolist()):
-                for query, token in enumerate(row_tokens):
-                    if token in place:
-                        logits[place[token]] = part[row, query]
+                logits = part.new_empty(len(logit_tokens), part.shape[-1])
+            place = torch.full((batch.num_tokens,), -1)
+            place[index[:, columns].flatten()] = torch.arange(len(part))
+            wanted = place[logit_tokens]
+            logits[wanted >= 0] = part[wanted[wanted >= 0]]
         assert logits is not None
         return logits
-
-    def _copy_into(self, store: KVStore, batch: AttentionBatch, rows: list[int]) -> None:
-        """Make the copies that these rows wait for; whoever computes the sources went before."""
-        blocks = {block for row in rows for block in batch.rows[row].table.tolist()}
-        for sources, targets in batch.copies:
-            if int(targets[0]) // batch.block_size in blocks:
-                for layer in range(len(self.layers)):
-                    store.copy_slots(layer, sources, targets)
 
     def _groups(self, batch: AttentionBatch) -> list[list[int]]:
         """Rows that can go together, in an order in which whatever is read was written before.
 
         A row reads blocks that another row of the step writes only if they lie before its own
-        first query, so rows go by their first position; only single queries are batched.
+        first query, so rows go by their first position; only single queries are batched, and they
+        may read one another's, as a layer writes for all of them before it reads.
         """
         order = sorted(range(len(batch.rows)), key=lambda row: batch.rows[row].start)
-        groups = groupby(order, key=lambda r: -1 if batch.rows[r].num_queries == 1 else r)
-        return [list(members) for _, members in groups]
+
+        def together(row: int) -> tuple[int, int]:
+            single = batch.rows[row].num_queries == 1
+            return (-1 if single else row, -1 if self._pad else batch.rows[row].start)
+
+        return [list(members) for _, members in groupby(order, key=together)]
 
     def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: PagedCache
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PagedCache,
+        columns: torch.Tensor,
     ) -> torch.Tensor:
         keywords: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if "attention_mask" in self._parameters:
             keywords["attention_mask"] = cache.mask
         if "position_ids" in self._parameters:
             keywords["position_ids"] = positions
+        if "logits_to_keep" in self._parameters:
+            keywords["logits_to_keep"] = columns
         logits: torch.Tensor = self.model(input_ids=tokens, **keywords).logits
-        return logits
+        return logits if "logits_to_keep" in self._parameters else logits[:, columns]
 
+    @torch.no_grad()
     def _probe(self) -> list[LayerShape]:
         """Learn from one small forward over an ordinary cache what each layer keeps."""
         cache = DynamicCache()
-        with torch.inference_mode():
-            self.model(
-                input_ids=probe_tokens(self.model, 3)[None],
-                use_cache=True,
-                **{self._cache_name: cache},
-            )
+        self.model(
+            input_ids=probe_tokens(self.model, 3)[None],
+            use_cache=True,
+            **{self._cache_name: cache},
+        )
         shapes = []
         for layer in cache.layers:
             key, value = getattr(layer, "keys", None), getattr(layer, "values", None)

@@ -20,6 +20,7 @@ from radixkv.model.layers import (
     Model,
     forward_parameters,
     layer_span,
+    max_positions,
     probe_tokens,
     refuse,
     text_config,
@@ -27,11 +28,13 @@ from radixkv.model.layers import (
 
 IMPLEMENTATION = "radixkv"
 
-# Keywords of the attention call that change its result and that no backend of ours computes.
+# Tensors among the attention call's keywords that a backend takes, or that attention ignores.
+KNOWN_TENSORS = {"s_aux", "sinks", "position_ids", "cache_position", "logits_to_keep"}
+# What some of the others mean.
 UNSUPPORTED = {
     "indices": "sparse-index attention",
+    "block_indices": "sparse-index attention",
     "position_bias": "a learned bias for each position",
-    "block_mask": "an attention mask of its own",
 }
 
 AttentionCall = Callable[..., torch.Tensor]
@@ -50,7 +53,10 @@ def _paged_attention(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    call: AttentionCall = _running.call
+    call: AttentionCall | None = getattr(_running, "call", None)
+    if call is None:
+        raise RuntimeError("this model is being served by radixkv; close its adapter to call it")
+    keywords["attention_mask"] = attention_mask
     return call(module, query, key, value, scaling, keywords), None
 
 
@@ -68,8 +74,8 @@ def _answering(call: AttentionCall) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """Where a layer's KV is: ``writes`` is False for one that reads another layer's."""
+class _Call:
+    """One attention call of a forward: where its KV is, and whether it is its own to write."""
 
     store: int
     writes: bool
@@ -77,14 +83,21 @@ class _Layer:
 
 
 class FunctionAdapter:
-    """Routes a registry model's attention to a backend; see `ModelAdapter`."""
+    """Routes a registry model's attention to a backend; see `ModelAdapter`.
+
+    A model's layers are told apart by the order of their attention calls, not by ``layer_idx``: a
+    model that runs through its layers several times keeps keys and values for each time.
+    """
 
     def __init__(self, model: Model) -> None:
         self.model = model
+        self.max_positions = max_positions(model)
         self.layers: list[LayerShape] = []
-        self._by_index: dict[int, _Layer] = {}
+        self._calls: list[_Call] = []
         self._parameters = forward_parameters(model)
-        self._before = model.config._attn_implementation
+        if "position_ids" not in self._parameters:
+            raise refuse(model, "its forward takes no position_ids")
+        self._before = _implementations(model.config)
         model.set_attn_implementation(IMPLEMENTATION)
         try:
             self._probe()
@@ -96,6 +109,7 @@ class FunctionAdapter:
         """Give the model its own attention back."""
         self.model.set_attn_implementation(self._before)
 
+    @torch.no_grad()
     def forward(
         self,
         backend: AttentionBackend,
@@ -104,6 +118,7 @@ class FunctionAdapter:
         logit_tokens: torch.Tensor,
     ) -> torch.Tensor:
         """See `ModelAdapter.forward`."""
+        calls = iter(self._calls)
 
         def call(
             module: Any,
@@ -113,11 +128,11 @@ class FunctionAdapter:
             scaling: float | None,
             keywords: dict[str, Any],
         ) -> torch.Tensor:
-            layer = self._by_index[module.layer_idx]
+            this = next(calls)
             attention = LayerAttention(
-                layer.store,
+                this.store,
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
-                layer.span,
+                this.span,
                 keywords.get("softcap") or 0.0,
                 _sinks(keywords),
             )
@@ -125,8 +140,8 @@ class FunctionAdapter:
                 attention,
                 batch,
                 query[0].transpose(0, 1),
-                key[0].transpose(0, 1) if layer.writes else None,
-                value[0].transpose(0, 1) if layer.writes else None,
+                key[0].transpose(0, 1) if this.writes else None,
+                value[0].transpose(0, 1) if this.writes else None,
             )
             return out[None]
 
@@ -144,10 +159,11 @@ class FunctionAdapter:
             logits = logits[logit_tokens]
         return logits
 
+    @torch.no_grad()
     def _probe(self) -> None:
-        """Learn from one small forward what each layer keeps, and which layers share."""
+        """Learn from one small forward what each attention call keeps, and which calls share."""
         config = text_config(self.model)
-        seen: list[tuple[torch.Tensor, int]] = []
+        seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def call(
             module: Any,
@@ -157,35 +173,55 @@ class FunctionAdapter:
             scaling: float | None,
             keywords: dict[str, Any],
         ) -> torch.Tensor:
-            for name, what in UNSUPPORTED.items():
-                if keywords.get(name) is not None:
-                    raise refuse(self.model, f"it uses {what}")
-            if key.shape[2] != query.shape[2] or query.shape[1] % key.shape[1]:
-                raise refuse(self.model, "its attention has other keys than its own tokens'")
-            span = layer_span(config, module.layer_idx, keywords)
-            # A layer that is handed an earlier layer's very tensor reads that layer's KV.
-            source = next((store for other, store in seen if other is key), None)
-            if source is None:
+            self._refuse_call(module, query, key, keywords)
+            layer = getattr(module, "layer_idx", None)
+            span = layer_span(config, len(self._calls) if layer is None else layer, keywords)
+            # A call with an earlier one's very tensors reads that one's KV.
+            store = next((i for i, (k, v) in enumerate(seen) if k is key and v is value), len(seen))
+            writes = store == len(seen)
+            if writes:
                 self.layers.append(LayerShape(key.shape[1], key.shape[3], value.shape[3]))
-                seen.append((key, len(self.layers) - 1))
-            store = len(self.layers) - 1 if source is None else source
-            self._by_index[module.layer_idx] = _Layer(store, source is None, span)
+                seen.append((key, value))
+            self._calls.append(_Call(store, writes, span))
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=True
             )
             return out.transpose(1, 2)
 
-        if "position_ids" not in self._parameters:
-            raise refuse(self.model, "its forward takes no position_ids")
-        tokens = probe_tokens(self.model, 3)
-        with torch.inference_mode(), _answering(call):
-            self._run(tokens, torch.arange(3), torch.tensor([2]))
+        with _answering(call):
+            self._run(probe_tokens(self.model, 3), torch.arange(3), torch.tensor([2]))
         if not self.layers:
             raise refuse(self.model, "no layer asked for attention")
 
+    def _refuse_call(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, keywords: dict[str, Any]
+    ) -> None:
+        """Refuse an attention call that no backend computes."""
+        causal = keywords.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise refuse(self.model, "its attention is not causal")
+        if keywords["attention_mask"] is not None:
+            # We register no mask function, so this is none that transformers made.
+            raise refuse(self.model, "it hands attention a mask of its own")
+        for name, item in keywords.items():
+            if isinstance(item, torch.Tensor) and name not in KNOWN_TENSORS:
+                what = UNSUPPORTED.get(name, f"{name!r}, which is not known here")
+                raise refuse(self.model, f"its attention uses {what}")
+        if key.shape[2] != query.shape[2] or query.shape[1] % key.shape[1]:
+            raise refuse(self.model, "its attention has other keys than its own tokens'")
+
+
+def _implementations(config: Any) -> dict[str, str | None]:
+    """The attention of a model and of its parts, as ``set_attn_implementation`` takes it."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {
+        "": config._attn_implementation,
+        **{name: part._attn_implementation for name, part in parts.items() if part is not None},
+    }
+
 
 def _sinks(keywords: dict[str, Any]) -> torch.Tensor | None:
-    sinks = keywords.get("s_aux")
+    sinks: torch.Tensor | None = keywords.get("s_aux")
     if sinks is None:
         sinks = keywords.get("sinks")
-    return sinks if sinks is None else sinks.flatten()
+    return None if sinks is None else sinks.flatten()

@@ -15,6 +15,18 @@ Model = Any
 Config = Any
 
 PAGEABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers that keep nothing from token to token.
+STATELESS_LAYERS = {"sparse", "dense", "moe", "mlp"}
+UNPAGEABLE_LAYERS = {
+    "linear_attention": "recurrent state",
+    "hybrid": "recurrent state beside attention",
+    "hybrid_sliding": "recurrent state beside attention",
+    "conv": "convolution state",
+    "indexed_attention": "sparse attention by an index",
+    "minimax_m3_sparse": "sparse attention by an index",
+    "compressed_sparse_attention": "sparse attention over compressed keys",
+    "heavily_compressed_attention": "attention over compressed keys",
+}
 
 
 def text_config(model: Model) -> Config:
@@ -32,6 +44,11 @@ def refuse(model: Model, reason: str) -> ModelNotSupportedError:
     return ModelNotSupportedError(f"{type(model).__name__} is not supported: {reason}")
 
 
+def reason_of(model: Model, error: ModelNotSupportedError) -> str:
+    """The reason alone, of an error that `refuse` made."""
+    return str(error).removeprefix(str(refuse(model, "")))
+
+
 def refuse_unpageable(model: Model) -> None:
     """Refuse by name what a paged KV cache cannot hold.
 
@@ -46,11 +63,37 @@ def refuse_unpageable(model: Model) -> None:
     if not getattr(config, "is_causal", True):
         raise refuse(model, "its attention is not causal")
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-    strange = sorted(kinds - PAGEABLE_LAYERS - {"sparse", "dense", "moe"})
+    strange = sorted(kinds - PAGEABLE_LAYERS - STATELESS_LAYERS)
     if strange:
-        raise refuse(model, f"it has layers of type {', '.join(strange)}, whose state is not KV")
+        kept = [f"{kind} ({UNPAGEABLE_LAYERS.get(kind, 'not known here')})" for kind in strange]
+        raise refuse(model, f"it has layers of a kind that is not paged: {', '.join(kept)}")
     if getattr(model, "_is_stateful", False):
         raise refuse(model, "it carries recurrent state from token to token")
+
+
+def counts_tokens(model: Model) -> bool:
+    """Whether attention counts the tokens before a query, whatever ``position_ids`` say.
+
+    Llama 4's attention temperature does, from thousands of tokens on, which no short check shows.
+    """
+    return bool(getattr(text_config(model), "attn_temperature_tuning", False))
+
+
+def max_positions(model: Model) -> int | None:
+    """The length beyond which rotary frequencies follow the length of the text; None if never.
+
+    Beyond it, what is cached for a prefix of one text is wrong for another's.
+    """
+    config = text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Either one set of parameters, or one a kind of layer.
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    limits = []
+    for kind in kinds:
+        if kind.get("rope_type") in ("longrope", "dynamic"):
+            known = kind.get("original_max_position_embeddings")
+            limits.append(int(known or config.max_position_embeddings))
+    return min(limits, default=None)
 
 
 def layer_span(config: Config, layer: int, keywords: dict[str, Any]) -> Span:
