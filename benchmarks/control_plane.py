@@ -1,45 +1,86 @@
-"""What does the cache itself cost a request, and does that grow with the tree?
+"""What does the prefix cache cost a request? Tokens in, block tables out; no model.
 
-Chat: 2,000 conversations × 5 turns over 8 system prompts of 2,000 tokens, block 16, a pool of 25 %
-of the unique tokens. Sweep: the same cost at 1k, 10k and 100k leaves, every request evicting. Deep:
-4 conversations of 200 turns, up to 32,000 tokens.
+    python benchmarks/control_plane.py [--short] [--runs N] [--output FILE]
 
-A whole request is acquire (match, pin, evict, allocate) + extend by the output + commit + release.
-Times are CPU time of this process per request.
-
-    python benchmarks/control_plane.py [--short] [--turns 3] [--output FILE]
+A whole request is acquire + extend by the output + commit with its open end + release, as an
+engine would do it over the request's life. Prompts are numpy int64 arrays, as tokenizers and
+others' benchmarks hand them over. Every workload is run several times on a fresh cache, and each
+request's shortest time counts, so that other programs on the machine do not; CPU time is that of
+the whole run by the process clock, for a check.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import statistics
-import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import report
-from workloads import CHAT_DIGEST, WorkloadRequest, chat, deep, digest, sweep, unique_tokens
+import numpy.typing as npt
+import workloads
+from measure import best, machine, print_table, write_json
 
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 
-BLOCK = 16
+BLOCK_SIZE = 16
 STAGES = ("acquire", "extend", "commit", "release")
-MICRO = 1e6
+Times = npt.NDArray[np.float64]
 
 
-def serve(cache: PrefixCache, requests: Sequence[WorkloadRequest]) -> dict[str, list[float]]:
-    """Pass requests through the cache; microseconds a stage and request."""
+@dataclass
+class Result:
+    """Microseconds of each request's stages; float64 (requests, stages)."""
+
+    name: str
+    stages: Times
+    cpu: float  # microseconds a request, mean over the whole of the best run
+    hit_rate: float
+    matches: Times = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def whole(self) -> Times:
+        return self.stages.sum(axis=1)
+
+    def row(self) -> list[Any]:
+        medians = [float(np.median(self.stages[:, i])) for i in range(len(STAGES))]
+        match = float(np.median(self.matches)) if len(self.matches) else "-"
+        whole = self.whole
+        return [
+            self.name,
+            len(whole),
+            match,
+            *medians,
+            float(np.median(whole)),
+            float(whole.mean()),
+            self.cpu,
+            f"{self.hit_rate:.3f}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        whole = self.whole
+        return {
+            "requests": len(whole),
+            "whole_p50_us": float(np.median(whole)),
+            "whole_mean_us": float(whole.mean()),
+            "cpu_mean_us": self.cpu,
+            "match_p50_us": float(np.median(self.matches)) if len(self.matches) else None,
+            "hit_rate": self.hit_rate,
+        } | {
+            f"{stage}_p50_us": float(np.median(self.stages[:, i])) for i, stage in enumerate(STAGES)
+        }
+
+
+def serve(cache: PrefixCache, requests: list[workloads.Request]) -> Times:
+    """Microseconds of each request's stages; float64 (requests, stages)."""
     clock = time.perf_counter
-    times: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    for request in requests:
+    times = np.empty((len(requests), len(STAGES)))
+    for number, request in enumerate(requests):
         prompt, output = request.prompt, request.output
-        start = clock()
+        begin = clock()
         sequence = cache.acquire(prompt)
         acquired = clock()
         sequence.extend(output)
@@ -49,90 +90,87 @@ def serve(cache: PrefixCache, requests: Sequence[WorkloadRequest]) -> dict[str, 
         cache.release(sequence)
         released = clock()
         cache.take_copies()
-        stamps = (start, acquired, extended, committed, released)
-        for stage, before, after in zip(STAGES, stamps[:-1], stamps[1:], strict=True):
-            times[stage].append((after - before) * MICRO)
-    return times
+        times[number] = (
+            acquired - begin,
+            extended - acquired,
+            committed - extended,
+            released - committed,
+        )
+    return times * 1e6
 
 
-def measured(
+def look(cache: PrefixCache, requests: list[workloads.Request]) -> Times:
+    """Microseconds of a match of each prompt."""
+    clock = time.perf_counter
+    times = np.empty(len(requests))
+    for number, request in enumerate(requests):
+        prompt = request.prompt
+        begin = clock()
+        cache.match(prompt)
+        times[number] = clock() - begin
+    return times * 1e6
+
+
+def measure(
     name: str,
+    requests: list[workloads.Request],
     num_blocks: int,
-    timed: Sequence[WorkloadRequest],
-    fill: Sequence[WorkloadRequest] = (),
-) -> list[Any]:
-    """A row: CPU time a request over all, then medians of the stages."""
-    cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=BLOCK))
-    serve(cache, fill)
-    leaves = len(cache.tree.queue)
-    gc.collect()
-    gc.disable()
-    start = time.process_time()
-    times = serve(cache, timed)
-    cpu = (time.process_time() - start) * MICRO / len(timed)
-    gc.enable()
-    match_times = []
-    for request in timed[-500:]:
-        start = time.perf_counter()
-        cache.match(request.prompt)
-        match_times.append((time.perf_counter() - start) * MICRO)
-    cache.check()
-    whole = [sum(stages) for stages in zip(*times.values(), strict=True)]
-    return [
-        name,
-        leaves or len(cache.tree.queue),
-        cpu,
-        statistics.median(whole),
-        statistics.median(match_times),
-        *(statistics.median(times[stage]) for stage in STAGES),
-        cache.stats().hit_rate,
-    ]
+    runs: int,
+    fill: list[workloads.Request] | None = None,
+) -> Result:
+    """Serve the requests ``runs`` times, each on a fresh cache, filled first."""
+    stages, matches, cpu, hit_rate = [], [], [], 0.0
+    for _ in range(runs):
+        cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE))
+        serve(cache, fill or [])
+        before = cache.stats().counters
+        gc.collect()
+        gc.freeze()
+        begin = time.process_time()
+        stages.append(serve(cache, requests))
+        cpu.append((time.process_time() - begin) / len(requests) * 1e6)
+        matches.append(look(cache, requests[-2_000:]))
+        gc.unfreeze()
+        now = cache.counters
+        hits = now.hit_tokens - before.hit_tokens
+        hit_rate = hits / (now.query_tokens - before.query_tokens)
+    return Result(name, best(stages), min(cpu), hit_rate, best(matches))
 
 
-def best(rows: list[list[Any]]) -> list[Any]:
-    """Of several runs of one thing, the medians column by column."""
-    return [
-        rows[0][column]
-        if isinstance(rows[0][column], str)
-        else statistics.median(row[column] for row in rows)
-        for column in range(len(rows[0]))
-    ]
+def blocks_for(requests: list[workloads.Request], share: float) -> int:
+    """That share of the requests' unique tokens, in blocks."""
+    return -(-int(workloads.unique_tokens(requests) * share) // BLOCK_SIZE)
+
+
+def run(short: bool, runs: int) -> list[Result]:
+    results = []
+    requests = workloads.chat(conversations=300) if short else workloads.chat()
+    if not short:
+        found = workloads.digest(requests)
+        assert found == workloads.CHAT_DIGEST, f"this is not the workload others ran: {found}"
+    results.append(measure("chat", requests, blocks_for(requests, 0.25), runs))
+    for leaves in (1_000, 10_000) if short else (1_000, 10_000, 100_000):
+        fill, timed = workloads.sweep(leaves)
+        # Just full: the shared system prompts once, and some 10 blocks a leaf.
+        num_blocks = blocks_for(fill, 1.0)
+        repeats = runs if leaves < 100_000 else max(runs // 2, 2)
+        results.append(measure(f"sweep {leaves:,} leaves", timed, num_blocks, repeats, fill))
+    requests = workloads.deep(turns=40 if short else 200)
+    results.append(measure("deep chats", requests, blocks_for(requests, 2.0), runs))
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="a tenth of the work, no 100k leaves")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-
-    requests = chat(200 if options.short else 2_000)
-    if not options.short and digest(requests) != CHAT_DIGEST:
-        sys.exit("the chat workload is not the one that the peers were timed on")
-    mean = float(np.mean([request.prompt_length for request in requests]))
-    capacity = -(-int(unique_tokens(requests) * 0.25) // BLOCK)
-    sizes = (1_000, 10_000) if options.short else (1_000, 10_000, 100_000)
-    rows: dict[str, list[list[Any]]] = {}
-    for _ in range(options.turns):
-        rows.setdefault("chat", []).append(measured("chat", capacity, requests))
-        for leaves in sizes:
-            fill, timed = sweep(leaves, 200 if options.short else 2_000)
-            tokens = unique_tokens(fill)
-            name = f"sweep, {leaves:,} leaves"
-            row = measured(name, -(-tokens // BLOCK) + leaves, timed, fill)
-            rows.setdefault(name, []).append(row)
-            del fill, timed
-        turns = 40 if options.short else 200
-        long = deep(turns)
-        blocks = -(-unique_tokens(long) // BLOCK) + 64
-        rows.setdefault("deep", []).append(measured(f"deep, {turns} turns", blocks, long))
-    report(
-        f"cost of the cache a request, µs; mean prompt {mean:,.0f} tokens, block {BLOCK}; "
-        f"medians of {options.turns} turns",
-        ["", "leaves", "CPU, mean", "whole, p50", "match", *STAGES, "hit rate"],
-        [best(runs) for runs in rows.values()],
-        options.output,
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help="a minute instead of ten")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the results there, as JSON")
+    arguments = parser.parse_args()
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    results = run(arguments.short, arguments.runs)
+    head = ["microseconds", "requests", "match", *STAGES, "whole p50", "whole mean", "CPU", "hits"]
+    print_table("Control plane, one request", head, [result.row() for result in results])
+    write_json(arguments.output, {result.name: result.as_dict() for result in results})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""How much memory does the tree itself take for each cached token?
+"""How much memory does the prefix cache itself need for a cached token? No KV, only the books.
 
-Everything that the cache allocates while the chat workload fills a roomy pool: tokens, block ids,
-nodes, children, the eviction queue. Measured by tracemalloc, without the fixed arrays of the pool,
-which are reported a token of capacity.
+    python benchmarks/metadata.py [--short] [--output FILE]
 
-    python benchmarks/metadata.py [--conversations 2000] [--output FILE]
+`tracemalloc` counts all that Python and numpy allocate between before the cache is made and after
+it was filled by chats until nothing more fits: the tree's tokens and block tables, nodes, hash
+tables, children in order, the eviction queue, the pool's references and its free list. Sequences
+are released and the workload's own arrays were there before, so neither counts.
 """
 
 from __future__ import annotations
@@ -14,52 +15,48 @@ import gc
 import tracemalloc
 from pathlib import Path
 
-from report import report
-from workloads import chat, unique_tokens
+import workloads
+from measure import machine, print_table, write_json
 
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 
+BLOCK_SIZES = (16, 32, 64)
+
+
+def bytes_per_token(requests: list[workloads.Request], block_size: int) -> tuple[float, int, int]:
+    """Bytes of the cache's own a cached token; cached tokens; nodes."""
+    num_blocks = workloads.unique_tokens(requests) // 2 // block_size
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size))
+    for request in requests:
+        sequence = cache.acquire(request.tokens)
+        cache.commit(sequence, include_open=True)
+        cache.release(sequence)
+        cache.take_copies()
+    del sequence
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    stats = cache.stats()
+    assert stats.counters.blocks_evicted, "the cache was not filled"
+    return (after - before) / stats.cached_tokens, stats.cached_tokens, stats.nodes
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--conversations", type=int, default=2_000)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    requests = chat(options.conversations)
-    rows = []
-    for block_size in (1, 4, 16, 64):
-        # Room for all, so that nothing is evicted and every unique token is cached.
-        blocks = unique_tokens(requests) // block_size + 2 * options.conversations
-        gc.collect()
-        tracemalloc.start()
-        cache = PrefixCache(CacheConfig(num_blocks=blocks, block_size=block_size))
-        fixed = tracemalloc.get_traced_memory()[0]
-        for request in requests:
-            sequence = cache.acquire(request.prompt)
-            sequence.extend(request.output)
-            cache.commit(sequence, include_open=True)
-            cache.release(sequence)
-            cache.take_copies()
-        del sequence
-        gc.collect()
-        filled = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-        stats = cache.stats()
-        rows.append(
-            [
-                f"block {block_size}",
-                stats.cached_tokens,
-                stats.nodes,
-                (filled - fixed) / stats.cached_tokens,
-                fixed / (blocks * block_size),
-            ]
-        )
-    report(
-        f"memory of the cache's own metadata, {options.conversations:,} chats",
-        ["", "cached tokens", "nodes", "bytes a cached token", "pool, bytes a token of capacity"],
-        rows,
-        options.output,
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help="a tenth of the conversations")
+    parser.add_argument("--output", type=Path, help="write the results there, as JSON")
+    arguments = parser.parse_args()
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    requests = workloads.chat(conversations=200 if arguments.short else 2_000)
+    rows = [(size, *bytes_per_token(requests, size)) for size in BLOCK_SIZES]
+    head = ["block size", "bytes a token", "cached tokens", "nodes"]
+    print_table("Metadata of a full cache", head, rows)
+    write_json(
+        arguments.output, {str(size): {"bytes_per_token": value} for size, value, *_ in rows}
     )
 
 

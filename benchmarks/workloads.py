@@ -1,8 +1,8 @@
-"""Prefix-cache workloads in plain numpy, the ones on which the peers were timed.
+"""Chat workloads for a prefix cache: requests in arrival order, in plain numpy.
 
-A request's cacheable sequence is prompt + output; the prompt of turn t + 1 starts with the whole
-sequence of turn t, so a perfect cache finds everything but the new user tokens. Same seed, same
-tokens: `digest` says whether a workload is the one that published figures speak of.
+A request's cacheable tokens are its prompt and its output; the prompt of the next turn begins with
+all of them, so a perfect cache finds everything but the user's new tokens. All is drawn from one
+generator in a fixed order: the digest of a workload says that two programs were timed on the same.
 """
 
 from __future__ import annotations
@@ -14,147 +14,154 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-VOCABULARY = 128_000
-CHAT_DIGEST = "b186117b0e2c681d"
-
 Tokens = npt.NDArray[np.int64]
+
+VOCABULARY = 128_000
+SYSTEM_LENGTH = 2_000
+TURN_LENGTH = 150
+OUTPUT_SHARE = 1 / 3
+
+# Of `chat()`, over each request's tokens and turn: the workload on which others were measured.
+CHAT_DIGEST = "b186117b0e2c681d"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadRequest:
-    """One request: ``sequence[:prompt_length]`` is the prompt, the rest what is generated."""
+class Request:
+    """One turn of one conversation; ``tokens`` are the prompt, then the output."""
 
     conversation: int
     turn: int
     group: int
-    sequence: Tokens
+    tokens: Tokens
     prompt_length: int
 
     @property
     def prompt(self) -> Tokens:
-        return self.sequence[: self.prompt_length]
+        return self.tokens[: self.prompt_length]
 
     @property
     def output(self) -> Tokens:
-        return self.sequence[self.prompt_length :]
+        return self.tokens[self.prompt_length :]
 
 
-def _conversation(
-    rng: np.random.Generator, system: Tokens, turns: int, turn_length: int, jitter: int
-) -> tuple[Tokens, list[tuple[int, int]]]:
-    """All tokens of a conversation, and where each turn's prompt and sequence end."""
-    new = rng.integers(turn_length - jitter, turn_length + jitter + 1, size=turns)
-    own = rng.integers(0, VOCABULARY, size=int(new.sum()))
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A whole history, and where each turn's prompt and output end in it."""
+
+    tokens: Tokens
+    ends: list[tuple[int, int]]
+
+    def request(self, number: int, turn: int, group: int) -> Request:
+        prompt_end, end = self.ends[turn]
+        return Request(number, turn, group, self.tokens[:end], prompt_end)
+
+
+def _systems(rng: np.random.Generator, groups: int) -> list[Tokens]:
+    return [rng.integers(0, VOCABULARY, size=SYSTEM_LENGTH) for _ in range(groups)]
+
+
+def _converse(rng: np.random.Generator, system: Tokens, turns: int, jitter: int) -> Conversation:
+    lengths = rng.integers(TURN_LENGTH - jitter, TURN_LENGTH + jitter + 1, size=turns)
+    tokens = np.concatenate([system, rng.integers(0, VOCABULARY, size=int(lengths.sum()))])
     ends, position = [], len(system)
-    for count in new.tolist():
-        output = max(1, int(count * (1 / 3)))
-        ends.append((position + count - output, position + count))
-        position += count
-    return np.concatenate([system, own]).astype(np.int64), ends
+    for length in lengths.tolist():
+        output = max(1, int(length * OUTPUT_SHARE))
+        position += length
+        ends.append((position - output, position))
+    return Conversation(tokens.astype(np.int64), ends)
 
 
 def chat(
-    conversations: int = 2_000,
-    groups: int = 8,
-    system_length: int = 2_000,
-    turns: int = 5,
-    turn_length: int = 150,
-    jitter: int = 50,
-    min_gap: int = 32,
-    seed: int = 0,
-) -> list[WorkloadRequest]:
-    """Multi-turn chats, all open at once; the next to speak is random, but spoke not just now."""
+    conversations: int = 2_000, groups: int = 8, turns: int = 5, gap: int = 32, seed: int = 0
+) -> list[Request]:
+    """Many conversations at once; each group shares a system prompt.
+
+    The next to arrive is any conversation that was not served in the last ``gap`` arrivals.
+    """
     rng = np.random.default_rng(seed)
-    systems = [rng.integers(0, VOCABULARY, size=system_length) for _ in range(groups)]
-    made = [
-        _conversation(rng, systems[index % groups], turns, turn_length, jitter)
-        for index in range(conversations)
+    systems = _systems(rng, groups)
+    all_of_them = [
+        _converse(rng, systems[number % groups], turns, TURN_LENGTH // 3)
+        for number in range(conversations)
     ]
-    open_conversations = list(range(conversations))
+    running = list(range(conversations))
     next_turn = [0] * conversations
     recent: list[int] = []
-    requests: list[WorkloadRequest] = []
-    while open_conversations:
-        gap = min(min_gap, len(open_conversations) - 1)
-        blocked = set(recent[-gap:]) if gap > 0 else set()
-        while True:
-            place = int(rng.integers(len(open_conversations)))
-            if open_conversations[place] not in blocked:
-                break
-        index = open_conversations[place]
-        sequence, ends = made[index]
-        prompt_end, end = ends[next_turn[index]]
-        requests.append(
-            WorkloadRequest(index, next_turn[index], index % groups, sequence[:end], prompt_end)
-        )
-        recent.append(index)
-        next_turn[index] += 1
-        if next_turn[index] == turns:
-            open_conversations[place] = open_conversations[-1]
-            open_conversations.pop()
+    requests: list[Request] = []
+    while running:
+        width = min(gap, len(running) - 1)
+        blocked = set(recent[-width:]) if width else set()
+        place = int(rng.integers(len(running)))
+        while running[place] in blocked:
+            place = int(rng.integers(len(running)))
+        number = running[place]
+        turn = next_turn[number]
+        requests.append(all_of_them[number].request(number, turn, number % groups))
+        recent.append(number)
+        next_turn[number] += 1
+        if next_turn[number] == turns:
+            running[place] = running[-1]
+            running.pop()
     return requests
 
 
-def sweep(
-    leaves: int,
-    timed: int = 2_000,
-    groups: int = 8,
-    system_length: int = 2_000,
-    turn_length: int = 150,
-    jitter: int = 50,
-    seed: int = 0,
-) -> tuple[list[WorkloadRequest], list[WorkloadRequest]]:
-    """Requests that make about ``leaves`` leaves, and then some to time in that steady state.
+def deep(turns: int = 200, conversations: int = 4, seed: int = 0) -> list[Request]:
+    """Few conversations of many turns, as agents hold them: histories of 32,000 tokens."""
+    return chat(conversations=conversations, groups=1, turns=turns, gap=1, seed=seed)
 
-    The timed ones alternate a new conversation with the second turn of one of the newer half, so a
-    cache that just holds the fill must evict at every one of them.
+
+def sweep(
+    leaves: int, timed: int = 2_000, groups: int = 8, seed: int = 0
+) -> tuple[list[Request], list[Request]]:
+    """Requests that fill a cache with so many leaves, and requests to time on it.
+
+    Those alternate between a new conversation and the second turn of a conversation from the
+    newer half, so a cache that is just full has to evict for each of them.
     """
     rng = np.random.default_rng(seed)
-    systems = [rng.integers(0, VOCABULARY, size=system_length) for _ in range(groups)]
+    systems = _systems(rng, groups)
 
-    def request(index: int, turn: int) -> WorkloadRequest:
-        own = np.random.default_rng((seed, index))
-        sequence, ends = _conversation(own, systems[index % groups], 2, turn_length, jitter)
-        prompt_end, end = ends[turn]
-        return WorkloadRequest(index, turn, index % groups, sequence[:end], prompt_end)
+    def request(number: int, turn: int) -> Request:
+        own = np.random.default_rng((seed, number))
+        conversation = _converse(own, systems[number % groups], 2, TURN_LENGTH // 3)
+        return conversation.request(number, turn, number % groups)
 
-    fill = [request(index, 0) for index in range(leaves)]
-    newer = np.arange(leaves // 2, leaves)
-    second = rng.choice(newer, size=min(timed // 2, leaves // 2), replace=False)
-    requests: list[WorkloadRequest] = []
-    for place, index in enumerate(second.tolist()):
-        requests += [request(leaves + place, 0), request(index, 1)]
-    return fill, requests
-
-
-def deep(turns: int = 200, conversations: int = 4, seed: int = 0) -> list[WorkloadRequest]:
-    """Few conversations of many turns, as agents have them: 32,000 tokens in the end."""
-    return chat(conversations, 1, turns=turns, min_gap=1, seed=seed)
+    half = leaves // 2
+    again = rng.choice(np.arange(half, leaves), size=min(timed // 2, half), replace=False)
+    to_time: list[Request] = []
+    for index, number in enumerate(again.tolist()):
+        to_time.append(request(leaves + index, 0))
+        to_time.append(request(number, 1))
+    return [request(number, 0) for number in range(leaves)], to_time
 
 
-def unique_tokens(requests: Iterable[WorkloadRequest]) -> int:
-    """Tokens that an unbounded cache would hold, every distinct prefix counted once."""
-    longest: dict[int, Tokens] = {}
-    groups: dict[int, list[int]] = {}
+def unique_tokens(requests: Iterable[Request]) -> int:
+    """Tokens that a cache without bounds would hold: every distinct prefix once."""
+    longest: dict[int, Request] = {}
     for request in requests:
-        if len(request.sequence) > len(longest.get(request.conversation, ())):
-            longest[request.conversation] = request.sequence
-            groups.setdefault(request.group, []).append(request.conversation)
-    total = 0
-    for members in groups.values():
-        sequences = [longest[index] for index in dict.fromkeys(members)]
-        common = min(map(len, sequences)) if len(sequences) > 1 else 0
-        for other in sequences[1:]:
-            differs = np.flatnonzero(sequences[0][:common] != other[:common])
-            common = int(differs[0]) if len(differs) else common
-        total += common + sum(len(sequence) - common for sequence in sequences)
-    return total
+        known = longest.get(request.conversation)
+        if known is None or len(request.tokens) > len(known.tokens):
+            longest[request.conversation] = request
+    groups: dict[int, list[Tokens]] = {}
+    for request in longest.values():
+        groups.setdefault(request.group, []).append(request.tokens)
+    return sum(_unique_in_group(histories) for histories in groups.values())
 
 
-def digest(requests: Iterable[WorkloadRequest]) -> str:
-    """A name for exactly these requests."""
+def _unique_in_group(histories: list[Tokens]) -> int:
+    if len(histories) == 1:
+        return len(histories[0])
+    shared = min(map(len, histories))
+    for tokens in histories[1:]:
+        differs = np.flatnonzero(histories[0][:shared] != tokens[:shared])
+        shared = int(differs[0]) if len(differs) else shared
+    return shared + sum(len(tokens) - shared for tokens in histories)
+
+
+def digest(requests: Iterable[Request]) -> str:
+    """16 hex digits over all tokens and turns."""
     state = hashlib.sha256()
     for request in requests:
-        state.update(request.sequence.tobytes())
+        state.update(request.tokens.tobytes())
         state.update(bytes([request.turn]))
     return state.hexdigest()[:16]

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from transformers import TokenizersBackend
 
 from radixkv.attention import KVStore, TorchBackend
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import SamplingParams
+from radixkv.decoding import SamplingParams, Tokenizer
 from radixkv.engine import Engine, ModelRunner, Request, RequestOutput, TokenDelta, output_of
+from radixkv.engine.interrupts import DeferredInterrupts
+from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import RequestError
-from radixkv.memory import num_blocks_for
+from radixkv.memory import num_blocks_for, parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_model, render_chat
+from radixkv.model.prepack import pack_linears, unpack_linears
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -78,33 +88,47 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
         )
-        # A throw-away configuration checks what can be checked before minutes of loading.
-        CacheConfig(num_blocks=1, block_size=block_size, eviction=eviction)
+        # What can be checked is checked before minutes of loading.
+        PrefixCache(CacheConfig(num_blocks=1, block_size=block_size, eviction=eviction))
+        if kv_memory != "auto":
+            parse_memory(kv_memory)
+        if seed is not None:
+            SamplingParams(seed=seed)
         if not isinstance(model, LoadedModel):
             model = load_model(model, dtype, progress=progress)
         self.loaded = model
         self.seed = seed
         self._adapter = adapt(model.model)
-        length = min(model.max_model_len, max_model_len or model.max_model_len)
-        num_blocks = num_blocks_for(
-            kv_memory,
-            KVStore.bytes_per_block(self._adapter.layers, block_size, model.dtype),
-            block_size,
-            max_num_seqs * length,
-        )
+        try:
+            layers = self._adapter.layers
+            # Beyond some length a few models rotate all keys anew: no prefix is shared there.
+            context = min(model.max_model_len, self._adapter.max_positions or model.max_model_len)
+            length = min(context, max_model_len or context)
+            num_blocks = num_blocks_for(
+                kv_memory,
+                KVStore.bytes_per_block(layers, block_size, model.dtype),
+                block_size,
+                max_num_seqs * length,
+            )
+            store = KVStore(layers, num_blocks, block_size, model.dtype)
+        except BaseException:
+            self._adapter.close()
+            raise
+        pack_linears(model.model)
         self.cache = PrefixCache(
             CacheConfig(num_blocks=num_blocks, block_size=block_size, eviction=eviction)
         )
-        store = KVStore(self._adapter.layers, num_blocks, block_size, model.dtype)
         self.engine = Engine(
             ModelRunner(self._adapter, TorchBackend(store), EngineCounters()),
             self.cache,
             engine_config,
             vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            tokenizer=model.tokenizer,
+            max_model_len=context,
+            tokenizer=_decoder(model.tokenizer),
             eos_token_ids=model.eos_token_ids,
         )
+        # Who wants what a step adds to a request: streams may take turns.
+        self._inboxes: dict[str, tuple[deque[TokenDelta], str]] = {}
 
     @classmethod
     def demo(cls, **settings: Any) -> LLM:
@@ -160,19 +184,20 @@ class LLM:
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Namespace | str = (),
         retention: Retention = DEFAULT_RETENTION,
     ) -> Iterator[TokenDelta]:
-        """Continue token-id prompts and yield what each step adds, as it comes.
+        """Continue prompts and yield what each step adds, as it comes.
 
-        Request ids are the prompts' places in the list, as text. Stopping early (closing the
-        iterator) aborts what is left.
+        Nothing is started, or refused, before the first value is asked for. Request ids are the
+        prompts' places in the list, as text. Stopping early (closing the iterator) aborts what is
+        left. Several streams may take turns, and share steps.
         """
-        requests = self._submit(prompts, params, namespace, retention)
-        yield from self._deltas(requests)
+        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        yield from self._serve([], tokens, params, namespace, retention)
 
     def _run(
         self,
@@ -183,44 +208,55 @@ class LLM:
         retention: Retention = DEFAULT_RETENTION,
         on_token: Callable[[TokenDelta], None] | None = None,
     ) -> list[RequestOutput]:
-        requests = self._submit(prompts, params, namespace, retention)
-        for delta in self._deltas(requests):
-            if on_token is not None:
-                on_token(delta)
-        return [output_of(request) for request in requests]
+        requests: list[Request] = []
+        # Closed at once if on_token raises; else a traceback would keep the requests running.
+        with closing(self._serve(requests, prompts, params, namespace, retention)) as deltas:
+            for delta in deltas:
+                if on_token is not None:
+                    on_token(delta)
+        outputs = [output_of(request) for request in requests]
+        return [replace(output, request_id=str(place)) for place, output in enumerate(outputs)]
 
-    def _submit(
+    def _serve(
         self,
+        requests: list[Request],
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: Namespace | str,
         retention: Retention,
-    ) -> list[Request]:
+    ) -> Generator[TokenDelta]:
+        """Add requests, to ``requests`` too, and yield what comes of them."""
         namespace = (namespace,) if isinstance(namespace, str) else namespace
         each = _params_for(prompts, params, self.seed)
-        requests: list[Request] = []
+        inbox: deque[TokenDelta] = deque()
         try:
-            for index, (prompt, its) in enumerate(zip(prompts, each, strict=True)):
-                requests.append(
-                    self.engine.add_request(
-                        prompt, its,
-                        request_id=str(index), namespace=namespace, retention=retention,
+            with DeferredInterrupts():
+                for place, (prompt, its) in enumerate(zip(prompts, each, strict=True)):
+                    request = self.engine.add_request(
+                        prompt, its, namespace=namespace, retention=retention
                     )
-                )  # fmt: skip
-        except BaseException:
+                    requests.append(request)
+                    self._inboxes[request.request_id] = (inbox, str(place))
             for request in requests:
-                self.engine.abort(request.request_id)
-            raise
-        return requests
-
-    def _deltas(self, requests: list[Request]) -> Iterator[TokenDelta]:
-        try:
-            while self.engine.has_work:
-                yield from self.engine.step()
+                while inbox or request.status is not Status.FINISHED:
+                    if not inbox:
+                        self._step()
+                    while inbox:
+                        yield inbox.popleft()
         finally:
             # Whoever stops in the middle, by an error, Ctrl-C or closing, leaves nothing behind.
-            for request in requests:
-                self.engine.abort(request.request_id)
+            with DeferredInterrupts():
+                for request in requests:
+                    self._inboxes.pop(request.request_id, None)
+                    self.engine.abort(request.request_id)
+
+    def _step(self) -> None:
+        for delta in self.engine.step():
+            if (entry := self._inboxes.get(delta.request_id)) is not None:
+                inbox, name = entry
+                inbox.append(
+                    TokenDelta(name, delta.index, delta.token_id, delta.text, delta.finish_reason)
+                )
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -248,15 +284,25 @@ class LLM:
         return self.cache.render(None if tokenizer is None else tokenizer.decode)
 
     def close(self) -> None:
-        """End all requests and give the model its own attention back."""
+        """End all requests and give the model its own attention and weights back."""
         self.engine.shutdown()
         self._adapter.close()
+        unpack_linears(self.loaded.model)
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase | None) -> Tokenizer | None:
+    """What decodes: the fast tokenizer inside, where transformers would only call it, slowly."""
+    # transformers' decode looks at each token's type first: half of the engine's time a token.
+    if tokenizer is not None and type(tokenizer)._decode is TokenizersBackend._decode:
+        inner: Tokenizer = tokenizer.backend_tokenizer
+        return inner
+    return tokenizer
 
 
 def _as_conversations(
@@ -268,10 +314,9 @@ def _as_conversations(
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and not isinstance(prompts[0], str | Sequence):
-        return [cast("Sequence[int]", prompts)]
+    """A list of prompts, also of one: a text, or token ids."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+        return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
 

@@ -1,11 +1,15 @@
 """BlockAllocator: the pool, the tree that may give blocks back, and the copies still to be made.
 
-Whatever takes blocks takes them here, so that evicting, refusing and counting happen in one place.
+Whatever takes or gives up blocks of a table does it here, so that evicting, refusing and counting
+happen in one place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from radixkv.cache.copies import CopyOrder
+from radixkv.cache.match import Match
 from radixkv.cache.pool import BlockIds, BlockPool
 from radixkv.cache.stats import Counters
 from radixkv.cache.tree import RadixTree
@@ -18,7 +22,9 @@ class BlockAllocator:
     Attributes
     ----------
     pending : set of int
-        Blocks whose KV the step now being scheduled will compute.
+        Blocks whose KV the step now being scheduled will compute, or copy from such blocks.
+    late : dict of int to CopyOrder
+        Target -> the copy ordered of a pending block.
     """
 
     def __init__(self, pool: BlockPool, tree: RadixTree, counters: Counters) -> None:
@@ -26,11 +32,16 @@ class BlockAllocator:
         self.tree = tree
         self.counters = counters
         self.pending: set[int] = set()
+        self.late: dict[int, CopyOrder] = {}
         self._orders: list[CopyOrder] = []
 
-    def require(self, count: int) -> None:
-        """Raise `OutOfBlocksError` unless ``count`` blocks are free or can be evicted."""
-        free, evictable = self.pool.num_free, self.tree.num_evictable
+    def require(self, count: int, match: Match | None = None) -> None:
+        """Raise `OutOfBlocksError` unless ``count`` blocks are free or can be evicted.
+
+        What was matched is about to be held, and cannot be evicted then.
+        """
+        kept = match.num_unpinned() if match is not None and count > self.pool.num_free else 0
+        free, evictable = self.pool.num_free, self.tree.num_evictable - kept
         if count > free + evictable:
             held = self.pool.num_blocks - free - evictable
             raise OutOfBlocksError(count, free, evictable, held)
@@ -45,22 +56,53 @@ class BlockAllocator:
         """
         missing = count - self.pool.num_free
         if missing > 0:
-            self.require(count)
+            if missing > self.tree.num_evictable:
+                self.require(count)
             self.tree.evict(missing)
         return self.pool.allocate(count)
 
-    def order_copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Order a block's first tokens copied.
+    def release(self, blocks: BlockIds[int]) -> None:
+        """A table gives up blocks that are no full blocks of the tree."""
+        self.tree.release(blocks)
+        if self.late:
+            refs = self.pool.refs
+            self.drop_late(block for block in blocks if not refs[block])
 
-        The source may be freed at once: copies precede all writes. Only a source that is still to
-        be computed is read later, and its holder takes part in the step until then.
+    # -- copies ----------------------------------------------------------------------------------
+
+    def order_copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Order a block copied. The source may be freed at once: copies precede all writes.
+
+        But for late copies. Those of a late copy go back to the first source, which the step
+        writes for sure, while who holds the copy may give it up before.
         """
-        after_write = source in self.pending
-        if after_write:
+        first = self.late.get(source)
+        if first is not None and num_tokens <= first.num_tokens:
+            source = first.source
+        late = source in self.pending
+        order = CopyOrder(source, target, late, num_tokens)
+        if late:
+            self.late[target] = order
             self.pending.add(target)
-        self._orders.append(CopyOrder(source, target, num_tokens, after_write))
+        self._orders.append(order)
 
     def take_copies(self) -> list[CopyOrder]:
         """The orders since the last call, in order."""
         orders, self._orders = self._orders, []
         return orders
+
+    def drop_late(self, blocks: Iterable[int]) -> None:
+        """Cancel late copies into blocks that were freed: their next holder may write first."""
+        dropped = self.late.keys() & set(blocks)
+        if dropped:
+            self._orders = [order for order in self._orders if order.target not in dropped]
+            self.pending -= dropped
+            for block in dropped:
+                del self.late[block]
+
+    def settle(self, *, failed: bool) -> None:
+        """Nothing is pending any more; what a failed step was to copy late is not copied."""
+        if failed and self.late:
+            self._orders = [order for order in self._orders if not order.after_write]
+        self.late.clear()
+        self.pending.clear()

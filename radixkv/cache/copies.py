@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 
 class CopyOrder(NamedTuple):
-    """Copy the first ``num_tokens`` slots of block ``source`` into ``target``, in every layer.
+    """Copy block ``source`` into block ``target``, in every layer.
 
-    Orders are carried out in their order, before anything of the step is written; until then
-    nothing else is in the target, so copying the whole block does no harm. One with
-    ``after_write`` set reads a block that the step itself computes: it is carried out layer by
-    layer, after that layer's keys and values are written and before its attention reads, and must
-    leave the target's other slots alone, since the step may have written them.
+    Orders are carried out in their order, before anything of the step is written; whether they
+    copy all slots or only those that matter is then all the same. An order with ``after_write``
+    set reads a block that the step itself computes: it is carried out layer by layer, after that
+    layer's keys and values are written and before its attention reads, and it must copy the first
+    ``num_tokens`` slots *only*, because the step has just written others of ``target``.
     """
 
     source: int
     target: int
-    num_tokens: int
     after_write: bool = False
+    num_tokens: int = 0
 
 
 def copy_waves(orders: Iterable[CopyOrder]) -> list[list[tuple[int, int]]]:

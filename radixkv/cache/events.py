@@ -12,7 +12,6 @@ from typing import Literal
 
 from radixkv.cache.hashing import Namespace, chain_hashes, namespace_hash
 from radixkv.cache.node import RadixNode, RootNode
-from radixkv.cache.pool import BlockIds
 
 RemovalReason = Literal["evicted", "superseded", "withdrawn", "reset"]
 
@@ -51,10 +50,16 @@ EventSink = Callable[[Event], None]
 
 
 class Announcer:
-    """Names blocks that come and go by their chained hashes, if anybody listens."""
+    """Names blocks that come and go by their chained hashes, for whoever listens.
+
+    Attributes
+    ----------
+    sink : callable or None
+        Who listens; without one there is nothing to be announced.
+    """
 
     def __init__(self, sink: EventSink | None, block_bytes: int) -> None:
-        self._sink = sink
+        self.sink = sink
         self._block_bytes = block_bytes
 
     def _chain(self, node: RadixNode) -> tuple[Namespace, int, list[int]]:
@@ -67,21 +72,20 @@ class Announcer:
             parent = chain_hashes(parent, above.tokens, self._block_bytes)[-1]
         return root.namespace, parent, chain_hashes(parent, node.tokens, self._block_bytes)
 
-    def stored(self, node: RadixNode, tokens: bytearray, blocks: BlockIds[int]) -> None:
-        """Full ``blocks`` were stored as a new node, or are about to lengthen this one."""
-        if self._sink is None:
-            return
+    def stored(self, node: RadixNode, count: int) -> None:
+        """The node's last ``count`` blocks, all full, have become visible."""
+        assert self.sink is not None
         namespace, parent, hashes = self._chain(node)
-        if node.blocks != blocks:
-            parent = hashes[-1]
-        stored = tuple(chain_hashes(parent, tokens, self._block_bytes))
-        self._sink(BlocksStored(namespace, parent, stored, tuple(blocks)))
+        before = len(hashes) - count
+        if before:
+            parent = hashes[before - 1]
+        blocks = tuple(node.blocks[before:])
+        self.sink(BlocksStored(namespace, parent, tuple(hashes[before:]), blocks))
 
     def removed(self, node: RadixNode, count: int, reason: RemovalReason) -> None:
-        """The node's last ``count`` blocks are about to go."""
-        if self._sink is None:
-            return
+        """The node's last ``count`` blocks are about to go; an open one has no name."""
+        assert self.sink is not None
         namespace, _, hashes = self._chain(node)
         gone = tuple(hashes[len(node.blocks) - count :])
         if gone:
-            self._sink(BlocksRemoved(namespace, gone, reason))
+            self.sink(BlocksRemoved(namespace, gone, reason))

@@ -9,33 +9,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from heapq import heappop, heappush
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
 
 from radixkv.cache.node import RadixNode
+from radixkv.cache.retention import priority_at
 from radixkv.errors import ConfigError
 
 Key = tuple[float, ...]
-QueueEntry = tuple[Key, int, RadixNode]
+QueueEntry = tuple[Any, ...]  # (*key, serial, node): flat, for comparing is what costs
 
 
 class EvictionPolicy:
-    """Orders the unheld leaves: the smallest key is evicted first. Subclass and give ``key``."""
+    """Orders the unheld leaves: the smallest key is evicted first. Subclass and give ``key``.
+
+    A key is computed when a leaf becomes evictable, again when it comes up for eviction, and when
+    its hint weakens or runs out. In between, using the leaf (``last_used``, ``hits``, a stronger
+    ``retention``) may only let its key grow.
+    """
 
     name: ClassVar[str]
 
     def key(self, node: RadixNode, now: float) -> Key:
-        """The node's place, computed when it becomes evictable.
+        """The node's place; keys of one policy have one length.
 
         Parameters
         ----------
         node : RadixNode
             A leaf; ``last_used`` and ``created`` are readings of the tree's logical clock.
         now : float
-            Seconds, from the queue's clock. A key that depends on it is computed anew when the
-            node's ``retention.expires_at`` has come, and at no other time.
+            Seconds, from the queue's clock, if the node's ``retention`` expires at all; else 0.
         """
         raise TypeError(f"{type(self).__name__} must define key()")
 
@@ -81,8 +85,7 @@ class Priority(EvictionPolicy):
 
     def key(self, node: RadixNode, now: float) -> Key:
         hint = node.retention
-        priority = hint.priority if now < hint.expires_at else 0
-        return (not hint.ephemeral, priority, node.last_used)
+        return (not hint.ephemeral, priority_at(hint, now), node.last_used)
 
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -102,6 +105,8 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
 class EvictionQueue:
     """The evictable leaves in the order of a policy.
 
+    A leaf's place is not moved at every use: it is looked up anew when the leaf comes up first.
+
     Parameters
     ----------
     policy : EvictionPolicy
@@ -111,25 +116,27 @@ class EvictionQueue:
 
     def __init__(self, policy: EvictionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy
-        self._clock = clock
+        self.clock = clock
         self._entries: SortedList = SortedList()
-        self._expiring: list[tuple[float, int, RadixNode]] = []
+        # Leaves whose hint runs out: (expires_at, serial, node), by time and by serial.
+        self._expiring: SortedList = SortedList()
+        self._expiry: dict[int, tuple[float, int, RadixNode]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def put(self, node: RadixNode) -> None:
         """Add a leaf, or compute its place anew; O(log n)."""
-        expires_at = node.retention.expires_at
-        now = self._clock() if expires_at != math.inf else 0.0
-        key = self.policy.key(node, now)
         if node.entry is not None:
-            if node.entry[0] == key:
-                return
-            self._entries.remove(node.entry)
-        if now < expires_at != math.inf:
-            heappush(self._expiring, (expires_at, node.serial, node))
-        node.entry = (key, node.serial, node)
+            self.discard(node)
+        expires_at = node.retention.expires_at
+        now = 0.0
+        if expires_at != math.inf:
+            now = self.clock()
+            if now < expires_at:
+                expiry = self._expiry[node.serial] = (expires_at, node.serial, node)
+                self._expiring.add(expiry)
+        node.entry = (*self.policy.key(node, now), node.serial, node)
         self._entries.add(node.entry)
 
     def discard(self, node: RadixNode) -> None:
@@ -137,21 +144,32 @@ class EvictionQueue:
         if node.entry is not None:
             self._entries.remove(node.entry)
             node.entry = None
+            if self._expiry and (expiry := self._expiry.pop(node.serial, None)) is not None:
+                self._expiring.remove(expiry)
 
     def victim(self) -> RadixNode:
-        """The leaf to evict from next; it stays in the queue. O(log n)."""
+        """The leaf to evict from next; it stays in the queue. O(log n), amortised over uses."""
         if self._expiring:
             self._demote_expired()
-        entry: QueueEntry = self._entries[0]
-        return entry[2]
+        while True:
+            entry: QueueEntry = self._entries[0]
+            node: RadixNode = entry[-1]
+            if entry[:-2] == self._current_key(node):
+                return node
+            self.put(node)
+            if self._entries[0] is node.entry:
+                return node
+
+    def _current_key(self, node: RadixNode) -> Key:
+        expires = node.retention.expires_at != math.inf
+        return self.policy.key(node, self.clock() if expires else 0.0)
 
     def _demote_expired(self) -> None:
-        now = self._clock()
+        now = self.clock()
         while self._expiring and self._expiring[0][0] <= now:
-            node = heappop(self._expiring)[2]
-            if node.entry is not None:
-                self.put(node)
+            self.put(self._expiring[0][2])
 
     def nodes(self) -> list[RadixNode]:
-        """All evictable leaves, the next victim first; O(n)."""
-        return [entry[2] for entry in self._entries]
+        """All evictable leaves, the next victim first; O(n log n)."""
+        nodes: list[RadixNode] = [entry[-1] for entry in self._entries]
+        return sorted(nodes, key=lambda node: (self._current_key(node), node.serial))

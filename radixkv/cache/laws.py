@@ -8,9 +8,9 @@ checked where the state shows their trace, and otherwise by the tests that watch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from itertools import pairwise
 
+from radixkv.cache.allocator import BlockAllocator
 from radixkv.cache.hashing import TOKEN_BYTES
 from radixkv.cache.node import RadixNode, RootNode
 from radixkv.cache.pool import FULL, OPEN, BlockPool
@@ -24,9 +24,9 @@ def _demand(condition: object, law: int, message: str) -> None:
         raise CacheInvariantError(f"law {law}: {message}")
 
 
-def check_laws(pool: BlockPool, tree: RadixTree, sequences: Iterable[Sequence]) -> None:
+def check_laws(allocator: BlockAllocator, sequences: list[Sequence]) -> None:
     """Raise `CacheInvariantError` if any law is broken; O(blocks + nodes + tables)."""
-    sequences = list(sequences)
+    pool, tree = allocator.pool, allocator.tree
     nodes = list(tree.nodes())
     tables = Counter(block for sequence in sequences for block in sequence.table)
     _check_refcounts(pool, tree, nodes, tables)
@@ -37,6 +37,10 @@ def check_laws(pool: BlockPool, tree: RadixTree, sequences: Iterable[Sequence]) 
     for sequence in sequences:
         _check_sequence(pool, tree, sequence)
     _check_queue(pool, tree, nodes, tables)
+    _check_promises(allocator, sequences)
+    counters = allocator.counters
+    _demand(counters.hit_tokens <= counters.query_tokens, 13, "more hits than queries")
+    _demand(counters.copied_tokens <= counters.hit_tokens, 13, "more copied than hit")
     held = pool.num_blocks - pool.num_free - tree.num_evictable
     _demand(sequences or not held, 12, "blocks are held though every sequence has ended")
 
@@ -57,7 +61,7 @@ def _check_refcounts(
             if index >= full:
                 _demand(tree.open_nodes.get(block) is node, 3, "an open block lost its node")
     _demand(place == pool.place, 1, "the pool and the tree disagree on what is cached")
-    _demand(refs == pool.refs.tolist(), 1, "refcounts differ from tables and tree")
+    _demand(refs == pool.refs, 1, "refcounts differ from tables and tree")
     _demand(place.count(OPEN) == len(tree.open_nodes), 3, "an open block is not in the tree")
     _demand(len(set(free)) == len(free), 2, "a block is on the free list twice")
     used = {block for block in range(pool.num_blocks) if refs[block] or place[block]}
@@ -114,18 +118,30 @@ def _check_sequence(pool: BlockPool, tree: RadixTree, sequence: Sequence) -> Non
     _demand(len(table) == needed, 1, "a table has blocks that its tokens do not need")
     _demand(sequence.num_computed <= sequence.num_tokens, 4, "more computed than there are tokens")
     computed = -(-sequence.num_computed // tree.block_size)
-    _demand(known <= computed, 4, "visible, but not computed")
+    _demand(sequence.withdrawn or known <= computed, 4, "visible, but not computed")
     path = sequence.node.path() if sequence.node is not None else []
     blocks = [block for node in path for block in node.blocks[: tree.num_full(node)]]
     _demand(blocks == table[:known].tolist(), 3, "a table differs from the path it holds")
     tokens = b"".join(node.tokens[: tree.num_full(node) * tree.block_bytes] for node in path)
     size = min(len(tokens), len(sequence.data))
     _demand(tokens[:size] == sequence.data[:size], 5, "a shared block has other tokens")
-    _demand(len(tokens) - size < tree.block_bytes, 5, "a block is held that no token needs")
     if path:
         _demand(path[0].parent is tree.roots.get(sequence.namespace), 5, "wrong namespace")
     full = [block for block in table[known:] if pool.place[block] == FULL]
     _demand(not full, 3, f"holds the tree's blocks {full}, but not their ancestors")
+
+
+def _check_promises(allocator: BlockAllocator, sequences: list[Sequence]) -> None:
+    waiting: set[int] = set()
+    for sequence in sequences:
+        settled, promised = sequence.num_settled, sequence.promised_from
+        _demand(promised is None or settled is not None, 4, "promised, but not to be withdrawn")
+        if settled is not None:
+            waiting.update(sequence.table[settled // allocator.tree.block_size :])
+        rests = not allocator.pending.isdisjoint(sequence.table)
+        _demand(not rests or settled is not None, 4, "rests on a promise without knowing it")
+    _demand(allocator.pending <= waiting, 4, "a block is pending that no sequence waits for")
+    _demand(allocator.late.keys() <= allocator.pending, 4, "a late copy into a settled block")
 
 
 def _check_queue(
@@ -143,5 +159,4 @@ def _check_queue(
     queued = [node.serial for node in tree.queue.nodes()]
     _demand(len(queued) == len(set(queued)), 6, "a leaf is queued twice")
     _demand(set(queued) == evictable, 6, "the queue differs from the unheld leaves")
-    for entry in (node.entry for node in tree.queue.nodes()):
-        _demand(entry is not None, 6, "a queued leaf does not know its place")
+    _demand(len(tree.queue) == sum(node.entry is not None for node in nodes), 6, "a lost place")

@@ -17,12 +17,13 @@ from radixkv.cache.hashing import (
     token_bytes,
 )
 from radixkv.cache.laws import check_laws
+from radixkv.cache.match import Match, longest_match
 from radixkv.cache.pool import BlockPool
 from radixkv.cache.render import TokensToText, render_tree
-from radixkv.cache.retention import DEFAULT_RETENTION, EPHEMERAL, Retention
+from radixkv.cache.retention import DEFAULT_RETENTION, Retention
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.stats import CacheStats, Counters
-from radixkv.cache.tree import Match, RadixTree
+from radixkv.cache.tree import RadixTree
 from radixkv.cache.visibility import Visibility
 from radixkv.config import CacheConfig
 from radixkv.errors import RequestError
@@ -39,6 +40,7 @@ class PrefixCache:
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.block_size = config.block_size
+        self.block_bytes = config.block_size * TOKEN_BYTES
         self.counters = Counters()
         self.pool = BlockPool(config.num_blocks)
         self.tree = RadixTree(
@@ -47,7 +49,7 @@ class PrefixCache:
             EvictionQueue(make_policy(config.eviction)),
             config.block_hash or default_block_hash,
             self.counters,
-            Announcer(config.events, TOKEN_BYTES * config.block_size),
+            Announcer(config.events, self.block_bytes),
         )
         self.allocator = BlockAllocator(self.pool, self.tree, self.counters)
         self.sequences: dict[int, Sequence] = {}
@@ -57,9 +59,12 @@ class PrefixCache:
 
     def match(self, tokens: TokenIds, namespace: Namespace = ()) -> int:
         """How many leading tokens are cached; reads only. O(edges) memcmps."""
-        root = self.tree.roots.get(check_namespace(namespace))
-        match = self.tree.match(root, token_bytes(tokens))
+        match = self._match(token_bytes(tokens), namespace)
         return match.num_blocks * self.block_size + match.source_tokens
+
+    def _match(self, data: bytes, namespace: Namespace) -> Match:
+        root = self.tree.roots.get(check_namespace(namespace))
+        return longest_match(root, data, 0, self.block_bytes)
 
     def acquire(
         self,
@@ -68,6 +73,7 @@ class PrefixCache:
         *,
         retention: Retention = DEFAULT_RETENTION,
         resumed: bool = False,
+        spare_blocks: int = 0,
     ) -> Sequence:
         """Start a sequence: share its longest cached prefix, reserve blocks for the rest.
 
@@ -84,6 +90,8 @@ class PrefixCache:
             How long the blocks will be wanted once the sequence has ended.
         resumed : bool
             The tokens have been counted before (a preempted request comes back).
+        spare_blocks : int
+            Blocks that must be left over, free or evictable, for others to go on.
 
         Raises
         ------
@@ -95,42 +103,46 @@ class PrefixCache:
         data = token_bytes(tokens)
         if not data:
             raise RequestError("a sequence needs at least one token")
-        match = self.tree.match(self.tree.roots.get(check_namespace(namespace)), data)
-        table = self.tree.blocks_of(match)
-        node = self.tree.end_at(match)
-        if node is not None:
-            self.tree.pin(node)
+        match = self._match(data, namespace)
+        missing = -(-len(data) // self.block_bytes) - match.num_blocks
+        # Refused before anything is touched, so that a retry never counts as a use.
+        self.allocator.require(missing, match)
+        table = match.blocks()
+        node = self.tree.hold(match, retention)
         try:
-            missing = -(-len(data) // self.tree.block_bytes) - len(table)
-            # Refused before anything is touched, so that a retry never counts as a use.
-            self.allocator.require(missing)
-            self.tree.use(match, retention)
-            table.extend(self.allocator.allocate(missing))
+            table += self.allocator.allocate(missing)
         except BaseException:
             if node is not None:
                 self.tree.unpin(node)
             raise
-        sequence = Sequence(self, data, table, namespace, retention)
-        sequence.node = node
-        sequence.num_tree_blocks = sequence.own_from = match.num_blocks
-        self._reuse_open(match, sequence)
-        sequence.num_cached = sequence.num_computed
+        sequence = Sequence(self, data, table, node, match.num_blocks, namespace, retention)
+        self._take_over(sequence, match, 0)
         if not resumed:
-            self.counters.queries += 1
-            self.counters.query_tokens += sequence.num_tokens
-            self.counters.hit_tokens += sequence.num_cached
-            self.counters.copied_tokens += match.source_tokens
+            counters = self.counters
+            counters.queries += 1
+            sequence.num_counted = sequence.num_tokens
+            counters.query_tokens += sequence.num_counted
+            counters.hit_tokens += sequence.num_computed
+            counters.copied_tokens += match.source_tokens
         self.sequences[id(sequence)] = sequence
         return sequence
 
-    def _reuse_open(self, match: Match, sequence: Sequence) -> None:
-        """Copy the tokens before a divergence inside a block; its KV need not be computed."""
+    def _take_over(self, sequence: Sequence, match: Match, start: int) -> int:
+        """Count what was matched as computed; copy the tokens before a divergence in a block.
+
+        ``start`` is the first block that is new in the table. Returns the tokens gained.
+        """
         full = sequence.num_tree_blocks
-        sequence.num_computed = full * self.block_size + match.source_tokens
         if match.source_tokens:
-            if match.source_block in self.allocator.pending:
-                self.visibility.expect(sequence, full * self.block_size)
-            self.allocator.order_copy(match.source_block, sequence.table[full], match.source_tokens)
+            target = sequence.table[full]
+            if match.source_block != target:
+                self.allocator.order_copy(match.source_block, target, match.source_tokens)
+        if self.allocator.pending:
+            self.visibility.lean(sequence, start)
+        gained = full * self.block_size + match.source_tokens - sequence.num_computed
+        sequence.num_computed += gained
+        sequence.num_cached += gained
+        return gained
 
     def reuse(self, sequence: Sequence) -> int:
         """Take over what others have computed of this sequence's tokens since it was acquired.
@@ -138,23 +150,27 @@ class PrefixCache:
         For prompts computed in chunks: call it before each chunk. May split one edge and order
         one copy. Returns the number of tokens that need not be computed any more.
         """
-        sequence.check_open()
-        before, done = sequence.num_computed, sequence.num_tree_blocks
-        if not sequence.cacheable or before // self.block_size != done:
+        sequence.check_usable()
+        before, done, table = sequence.num_computed, sequence.num_tree_blocks, sequence.table
+        if not sequence.cacheable or before // self.block_size != done or done == len(table):
             return 0
+        if table[done] in self.allocator.pending:
+            return 0  # The step being scheduled was told to write there.
         match = self.visibility.match_on(sequence, len(sequence.data))
-        if match.num_blocks * self.block_size + match.source_tokens <= before % self.block_size:
+        full = done + match.num_blocks
+        if match.source_tokens and self.pool.refs[table[full]] != 1:
+            match.forget_source()
+        if full * self.block_size + match.source_tokens <= before:
             return 0
         if match.num_blocks:
             self.visibility.advance(sequence, match)
-            sequence.num_computed = sequence.num_tree_blocks * self.block_size
-        full = sequence.num_tree_blocks
-        gained = full * self.block_size + match.source_tokens
-        if gained > sequence.num_computed and self.pool.refs[sequence.table[full]] == 1:
-            self._reuse_open(match, sequence)
-        sequence.num_cached += sequence.num_computed - before
-        self.counters.hit_tokens += sequence.num_computed - before
-        return sequence.num_computed - before
+        else:
+            self.tree.use(match, sequence.retention)
+        gained = self._take_over(sequence, match, done)
+        hits = min(before + gained, sequence.num_counted) - before
+        self.counters.hit_tokens += max(hits, 0)
+        self.counters.copied_tokens += max(min(hits, match.source_tokens), 0)
+        return gained
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence over the same blocks; O(blocks), nothing is computed.
@@ -167,23 +183,24 @@ class PrefixCache:
         OutOfBlocksError
             Only if there are such blocks and none to give. Nothing has changed then.
         """
-        sequence.check_open()
+        sequence.check_usable()
         self.commit(sequence, sequence.num_computed)
+        computed, done = sequence.num_computed, sequence.num_tree_blocks
         shared = len(sequence.table)
-        if sequence.num_computed < sequence.num_tokens:
-            shared = sequence.num_computed // self.block_size
+        if computed < sequence.num_tokens:
+            shared = computed // self.block_size
         own = self.allocator.allocate(len(sequence.table) - shared)
-        if offset := sequence.num_computed % self.block_size if own else 0:
-            self.allocator.order_copy(sequence.table[shared], own[0], offset)
-        self.pool.retain(sequence.table[sequence.num_tree_blocks : shared])
+        if own and computed % self.block_size:
+            self.allocator.order_copy(sequence.table[shared], own[0], computed % self.block_size)
+        self.pool.retain(sequence.table[done:shared])
+        if sequence.node is not None:
+            self.tree.pin(sequence.node)
         table = sequence.table[:shared] + own
-        branch = Sequence(self, sequence.data, table, sequence.namespace, sequence.retention)
-        branch.num_cached = branch.num_computed = sequence.num_computed
-        branch.num_tree_blocks = branch.own_from = sequence.num_tree_blocks
+        namespace, retention = sequence.namespace, sequence.retention
+        branch = Sequence(self, sequence.data, table, sequence.node, done, namespace, retention)
+        branch.num_cached = branch.num_computed = computed
         branch.cacheable = sequence.cacheable
-        branch.node = sequence.node
-        if branch.node is not None:
-            self.tree.pin(branch.node)
+        self.visibility.lean(branch, 0)
         self.counters.forks += 1
         self.sequences[id(branch)] = branch
         return branch
@@ -191,12 +208,16 @@ class PrefixCache:
     def release(self, sequence: Sequence, retention: Retention | None = None) -> None:
         """End a sequence. Its committed blocks stay cached until they are evicted.
 
+        Settle or abort a step before the sequences it computed are released: what is still
+        pending of a sequence is withdrawn here, with all that was built on it.
+
         Parameters
         ----------
         sequence : Sequence
         retention : Retention, optional
             `EPHEMERAL` if nobody will ask for its own blocks again (a branch that lost, a closed
-            context): those that nobody else has used go first from now on.
+            context): those that nobody else has used go first from now on. Any other hint lets
+            all its blocks stay as long as it asks, at least.
 
         Raises
         ------
@@ -204,17 +225,22 @@ class PrefixCache:
             If it was released before.
         """
         sequence.check_open()
-        self.visibility.retract(sequence)
+        if sequence.num_settled is not None:
+            self.visibility.end(sequence)
         private = sequence.table[sequence.num_tree_blocks :]
         last = self.tree.open_nodes.get(private[0]) if private else None
         last = last or sequence.node
         if last is not None:
             self.tree.touch(last)
-        self.tree.release(private)
+        if private:
+            self.allocator.release(private)
         if sequence.node is not None:
             self.tree.unpin(sequence.node)
-        if last is not None and retention == EPHEMERAL:
-            self.tree.forget(last, sequence.own_from)
+        if last is not None and retention is not None:
+            if retention.ephemeral:
+                self.tree.forget(last, sequence.own_from, retention)
+            else:
+                last.strengthen(retention, self.tree.queue.clock)
         sequence.closed = True
         del self.sequences[id(sequence)]
 
@@ -258,12 +284,14 @@ class PrefixCache:
             the end of the tokens: a block with slots still to be computed is never shared.
         pending : bool
             The KV will be computed by the step being scheduled; `settle` or `abort` must follow.
+            Until then the sequence can be forked or released, but not changed.
         """
-        sequence.check_open()
-        stop = sequence.num_tokens if num_tokens is None else num_tokens
-        if not sequence.num_computed <= stop <= sequence.num_tokens:
+        sequence.check_usable()
+        length = sequence.num_tokens
+        stop = length if num_tokens is None else num_tokens
+        if not sequence.num_computed <= stop <= length:
             raise RequestError(
-                f"cannot commit {stop} of {sequence.num_tokens} tokens, of which "
+                f"cannot commit {stop} of {length} tokens, of which "
                 f"{sequence.num_computed} are computed"
             )
         if pending:
@@ -272,8 +300,8 @@ class PrefixCache:
         if not sequence.cacheable:
             return
         full, offset = divmod(stop, self.block_size)
-        shown = self.visibility.commit(sequence, full, pending)
-        if shown and include_open and offset and stop == sequence.num_tokens:
+        shown = self.visibility.commit(sequence, full)
+        if shown and include_open and offset and stop == length:
             self.visibility.commit_open(sequence)
 
     def settle(self) -> None:
@@ -281,20 +309,24 @@ class PrefixCache:
         self.visibility.settle()
 
     def abort(self) -> None:
-        """The step has failed: withdraw what was committed as pending, with all below it.
+        """The step has failed: withdraw what was committed as pending, with all built on it.
 
-        Sequences that the step was to serve keep their blocks until they are released, but
-        nothing of them becomes visible again.
+        Sequences that the step was to serve keep their blocks until they are released, which is
+        all that can be done with them: they are ``withdrawn``.
+        Copies taken for the step must have been carried out: only late ones are forgotten.
         """
         self.visibility.abort()
 
     def withdraw(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take back what is visible of a sequence beyond ``num_tokens`` tokens, and all below it.
+        """Take back what is visible of a sequence beyond ``num_tokens``, and all built on it.
 
-        For KV that is not to be trusted. The sequence keeps its blocks until it is released, but
-        nothing of it, nor of others that hold the same blocks, becomes visible again.
+        For KV that is not to be trusted. The sequence and others that hold the same blocks are
+        ``withdrawn``: they keep their blocks until they are released, which is all that can be
+        done with them.
         """
         sequence.check_open()
+        if num_tokens < 0:
+            raise RequestError(f"cannot withdraw a sequence to {num_tokens} tokens")
         self.visibility.withdraw(sequence, num_tokens)
 
     def reset(self) -> None:
@@ -344,4 +376,4 @@ class PrefixCache:
         CacheInvariantError
             Naming the law that was broken.
         """
-        check_laws(self.pool, self.tree, self.sequences.values())
+        check_laws(self.allocator, list(self.sequences.values()))

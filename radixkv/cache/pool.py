@@ -22,6 +22,9 @@ FREE_OR_HELD, FULL, OPEN = 0, 1, 2
 # From this many blocks on, a contiguous run of free blocks is worth looking for: attention on a
 # CPU reads a run as a view, while scattered blocks must be gathered first.
 CONTIGUOUS_RUN = 64
+# A run is looked for among this many times its own length at the top of the free list, so that the
+# cost of allocating does not grow with the pool.
+RUN_WINDOW = 8
 
 
 class BlockPool:
@@ -29,7 +32,7 @@ class BlockPool:
 
     Attributes
     ----------
-    refs : array of int32 (num_blocks,)
+    refs : list of int (num_blocks,)
         Tables that hold a block which is no full block of the tree, plus one for the tree if it
         holds it as an open block; 0 for full blocks of the tree and for free ones.
     place : bytearray (num_blocks,)
@@ -40,7 +43,7 @@ class BlockPool:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
-        self.refs = array("i", bytes(4 * num_blocks))
+        self.refs = [0] * num_blocks
         self.place = bytearray(num_blocks)
         # A stack whose top is its end: descending, so that pops come out ascending.
         self._free = array("i", range(num_blocks - 1, -1, -1))
@@ -68,7 +71,8 @@ class BlockPool:
             return array("i")
         if count >= CONTIGUOUS_RUN:
             self._bring_run_to_top(count)
-        blocks = self._free[: -count - 1 : -1]
+        blocks = self._free[-count:]
+        blocks.reverse()
         del self._free[-count:]
         refs = self.refs
         for block in blocks:
@@ -76,8 +80,8 @@ class BlockPool:
         return blocks
 
     def _bring_run_to_top(self, count: int) -> None:
-        """Sort the free list and move the lowest run of ``count`` consecutive ids to its top."""
-        free = np.frombuffer(self._free, np.int32)
+        """Sort the top of the free list; move its lowest run of ``count`` ids to the very top."""
+        free = np.frombuffer(self._free, np.int32)[-RUN_WINDOW * count :]
         if (np.diff(free[-count:]) == -1).all():
             return
         free[::-1].sort()
@@ -104,7 +108,7 @@ class BlockPool:
             On a double free, also one within ``blocks``. Nothing has been changed then.
         """
         refs = self.refs
-        freed = []
+        freed = array("i")
         for index, block in enumerate(blocks):
             count = refs[block] - 1
             if count < 0:
@@ -114,26 +118,35 @@ class BlockPool:
             refs[block] = count
             if not count:
                 freed.append(block)
-        self._free.extend(reversed(freed))
+        freed.reverse()
+        self._free += freed
 
     def enter_tree(self, blocks: Iterable[int]) -> None:
         """Full blocks, each held by one table alone, become the tree's."""
+        refs, place = self.refs, self.place
         for block in blocks:
-            if self.refs[block] != 1 or self.place[block] != FREE_OR_HELD:
+            if refs[block] != 1 or place[block]:
                 raise CacheInvariantError(
-                    f"block {block} cannot enter the tree: refcount {self.refs[block]}, "
-                    f"place {self.place[block]}"
+                    f"block {block} cannot enter the tree: refcount {refs[block]}, "
+                    f"place {place[block]}"
                 )
-            self.refs[block] = 0
-            self.place[block] = FULL
+            refs[block] = 0
+            place[block] = FULL
 
-    def leave_tree(self, blocks: Sequence[int]) -> None:
+    def leave_tree(self, blocks: BlockIds[int]) -> None:
         """Full blocks are the tree's no more; those that no table counts in ``refs`` are free."""
+        refs, place = self.refs, self.place
+        held = False
         for block in blocks:
-            if self.place[block] != FULL:
+            if place[block] != FULL:
                 raise CacheInvariantError(f"block {block} left the tree but was not in it")
-            self.place[block] = FREE_OR_HELD
-        self._free.extend(block for block in reversed(blocks) if not self.refs[block])
+            place[block] = FREE_OR_HELD
+            if refs[block]:
+                held = True
+        freed = blocks[::-1]
+        if held:
+            freed = array("i", [block for block in freed if not refs[block]])
+        self._free += freed
 
     def enter_open(self, block: int) -> None:
         """The tree takes one more reference to a block that is not full."""

@@ -29,6 +29,8 @@ class Retention:
     expires_at: float = math.inf
 
     def __post_init__(self) -> None:
+        if math.isnan(self.expires_at):
+            raise ConfigError("expires_at must be a reading of time.monotonic, not NaN")
         if self.ephemeral and (self.priority or self.expires_at != math.inf):
             raise ConfigError("an ephemeral sequence has no priority and no time to live")
 
@@ -44,8 +46,15 @@ DEFAULT_RETENTION = Retention()
 EPHEMERAL = Retention(ephemeral=True)
 
 
-def stronger(left: Retention, right: Retention) -> Retention:
+def priority_at(hint: Retention, now: float) -> int:
+    """The hint's priority, which counts as 0 once its time has run out."""
+    return hint.priority if now < hint.expires_at else 0
+
+
+def stronger(left: Retention, right: Retention, now: float) -> Retention:
     """What two users of the same blocks need together: the longer stay of the two."""
-    if left is right:
-        return left
-    return max(left, right, key=lambda hint: (not hint.ephemeral, hint.priority, hint.expires_at))
+    return max(
+        left,
+        right,
+        key=lambda hint: (not hint.ephemeral, priority_at(hint, now), hint.expires_at),
+    )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE, Namespace, TokenIds, token_bytes
 from radixkv.cache.pool import BlockIds
 from radixkv.cache.retention import DEFAULT_RETENTION, Retention
-from radixkv.errors import RequestError, SequenceClosedError
+from radixkv.errors import RadixKVError, RequestError, SequenceClosedError
 
 if TYPE_CHECKING:
     from radixkv.cache.manager import PrefixCache
@@ -43,8 +43,17 @@ class Sequence:
         Leading blocks of the table that are the path to ``node``: full blocks of the tree.
     own_from : int
         Blocks that were there before this sequence; a hint at its end speaks of those behind.
+    num_counted : int
+        Leading tokens that were counted as a query, so that finding them counts as a hit.
+    num_settled : int or None
+        Tokens that stay computed if the step now scheduled fails; None if it does not matter.
+    promised_from : int or None
+        From which token on that step computes this sequence's own; None if it computes nothing.
     cacheable : bool
         False once the cache was reset: blocks computed before must never be seen again.
+    withdrawn : bool
+        True once KV that it holds was withdrawn, by `PrefixCache.withdraw` or a failed step. All
+        it is good for then is to be released; its tokens can be acquired anew.
     """
 
     __slots__ = (
@@ -56,10 +65,14 @@ class Sequence:
         "node",
         "num_cached",
         "num_computed",
+        "num_counted",
+        "num_settled",
         "num_tree_blocks",
         "own_from",
+        "promised_from",
         "retention",
         "table",
+        "withdrawn",
     )
 
     def __init__(
@@ -67,20 +80,26 @@ class Sequence:
         cache: PrefixCache,
         data: bytes | bytearray,
         table: BlockIds[int],
+        node: RadixNode | None = None,
+        num_tree_blocks: int = 0,
         namespace: Namespace = (),
         retention: Retention = DEFAULT_RETENTION,
     ) -> None:
         self._cache = cache
         self.data = bytearray(data)
         self.table = table
-        self.node: RadixNode | None = None
+        self.node = node
         self.namespace = namespace
         self.retention = retention
         self.num_cached = 0
         self.num_computed = 0
-        self.num_tree_blocks = 0
-        self.own_from = 0
+        self.num_tree_blocks = num_tree_blocks
+        self.own_from = num_tree_blocks
+        self.num_counted = 0
+        self.num_settled: int | None = None
+        self.promised_from: int | None = None
         self.cacheable = True
+        self.withdrawn = False
         self.closed = False
 
     # -- reading ---------------------------------------------------------------------------------
@@ -92,7 +111,7 @@ class Sequence:
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """A copy of the tokens; int32 (num_tokens,)."""
-        return np.frombuffer(bytes(self.data), TOKEN_DTYPE)
+        return np.frombuffer(self.data[:], TOKEN_DTYPE)
 
     @property
     def num_blocks(self) -> int:
@@ -105,10 +124,12 @@ class Sequence:
 
     def slots(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Slot mapping of tokens ``start`` to ``stop``; int64 (stop - start,)."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise RequestError(f"tokens {start} to {stop} of {self.num_tokens} have no slots")
         size = self._cache.block_size
         positions = np.arange(start, stop)
-        table = np.frombuffer(self.table, np.int32) if self.table else np.empty(0, np.int32)
-        return table[positions // size].astype(np.int64) * size + positions % size
+        table = np.array(self.table, np.int64)
+        return table[positions // size] * size + positions % size
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -122,55 +143,56 @@ class Sequence:
         OutOfBlocksError
             Nothing has changed then.
         """
-        self.check_open()
-        index, offset = divmod(self.num_tokens, self._cache.block_size)
         try:
             packed = _pack_token(token)
         except error:
             raise RequestError(f"a token id must be a 32-bit integer, not {token!r}") from None
-        if offset:
-            self._make_writable(index)
-        else:
-            self.table.extend(self._cache.allocator.allocate(1))
-        self.data += packed
+        self._grow(packed)
 
     def extend(self, tokens: TokenIds) -> None:
         """Add several tokens at once; as `append`, all or nothing."""
-        self.check_open()
-        data = token_bytes(tokens)
+        self._grow(token_bytes(tokens))
+
+    def _grow(self, data: bytes) -> None:
+        if self.closed or self.withdrawn or self.promised_from is not None:
+            self._check_changeable()
         if not data:
             return
-        size, start = self._cache.block_size, self.num_tokens
-        missing = -(-(start + len(data) // TOKEN_BYTES) // size) - self.num_blocks
-        blocks = self._cache.allocator.allocate(missing)
-        if start % size:
-            try:
-                self._make_writable(start // size)
-            except BaseException:
-                self._cache.pool.release(blocks)
-                raise
-        self.table.extend(blocks)
+        allocator, size = self._cache.allocator, self._cache.block_size
+        start = len(self.data) // TOKEN_BYTES
+        missing = -(-(start + len(data) // TOKEN_BYTES) // size) - len(self.table)
+        index, offset = divmod(start, size)
+        if offset and self._must_copy(index, missing):
+            # One allocation for both, so that nothing has changed if it fails.
+            blocks = allocator.allocate(missing + 1)
+            self._copy_on_write(index, blocks.pop(0), offset)
+        else:
+            blocks = allocator.allocate(missing)
+        self.table += blocks
         self.data += data
 
-    def _make_writable(self, index: int) -> None:
-        """Copy-on-write: hold block ``index`` alone before anything is written into it."""
-        pool, allocator, tree = self._cache.pool, self._cache.allocator, self._cache.tree
-        block = self.table[index]
-        shared_by_tree = index < self.num_tree_blocks
-        if not shared_by_tree:
-            if pool.refs[block] == 1:
-                return
+    def _must_copy(self, index: int, missing: int) -> bool:
+        """Whether block ``index`` has to be copied before anything is written into it."""
+        if index < self.num_tree_blocks:
+            return True
+        allocator, block = self._cache.allocator, self.table[index]
+        count = allocator.pool.refs[block]
+        if count == 2 and block in allocator.tree.open_nodes and allocator.pool.num_free <= missing:
             # Better to hide the open end of our own prompt than to evict somebody's prefix.
-            if pool.refs[block] == 2 and block in tree.open_nodes and not pool.num_free:
-                tree.drop_open(block)
-                return
-        (target,) = allocator.allocate(1)
-        allocator.order_copy(block, target, self.num_tokens - index * self._cache.block_size)
+            allocator.require(missing)
+            allocator.tree.drop_open(block)
+            return False
+        return count > 1
+
+    def _copy_on_write(self, index: int, target: int, num_tokens: int) -> None:
+        """Hold a copy of block ``index`` in its place, with its first ``num_tokens`` tokens."""
+        allocator = self._cache.allocator
+        allocator.order_copy(self.table[index], target, num_tokens)
         allocator.counters.copies_on_write += 1
-        if shared_by_tree:
+        if index < self.num_tree_blocks:
             self._cache.shorten_path(self, index)
         else:
-            tree.release(self.table[index : index + 1])
+            allocator.release(self.table[index : index + 1])
         self.table[index] = target
 
     # -- branching -------------------------------------------------------------------------------
@@ -187,7 +209,7 @@ class Sequence:
         RequestError
             If ``num_tokens`` is negative or more than there are.
         """
-        self.check_open()
+        self._check_changeable()
         if not 0 <= num_tokens <= self.num_tokens:
             raise RequestError(f"cannot truncate {self.num_tokens} tokens to {num_tokens}")
         full, offset = divmod(num_tokens, self._cache.block_size)
@@ -199,10 +221,25 @@ class Sequence:
         del self.table[kept:]
         self.num_computed = min(self.num_computed, num_tokens)
         self.num_cached = min(self.num_cached, num_tokens)
+        self.num_counted = min(self.num_counted, num_tokens)
+        if self.num_settled is not None:
+            self.num_settled = min(self.num_settled, num_tokens)
         self.own_from = min(self.own_from, full)
-        self._cache.tree.release(private)
+        self._cache.allocator.release(private)
 
     def check_open(self) -> None:
         """Raise `SequenceClosedError` if the sequence was released."""
         if self.closed:
             raise SequenceClosedError("the sequence was released; acquire or fork a new one")
+
+    def check_usable(self) -> None:
+        """Raise if the sequence was released, or if what it holds is not to be trusted."""
+        self.check_open()
+        if self.withdrawn:
+            raise RadixKVError("the sequence was withdrawn: release it, acquire its tokens anew")
+
+    def _check_changeable(self) -> None:
+        """The step that computes a sequence's tokens must find them where it was told."""
+        self.check_usable()
+        if self.promised_from is not None:
+            raise RadixKVError("the sequence was committed as pending: settle or abort it first")

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 bad usage, 130 interrupted. An error is one line
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,10 @@ def generate(
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines with a 'prompt' or 'messages' each.")
+        Path | None,
+        typer.Option(
+            help="JSON lines with a 'prompt' or 'messages' each.", exists=True, dir_okay=False
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Where the JSON lines of results go; with --prompts.")
@@ -161,26 +165,29 @@ def _exit_code(arguments: list[str] | None) -> int:
     try:
         code = app(args=arguments, standalone_mode=False)
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+        code = 130
     except (ConfigError, RequestError) as error:
         return _complain(error, 2)
     except RadixKVError as error:
         return _complain(error, 1)
     except BrokenPipeError:
+        # Whoever read our output has left; what is still buffered must not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _complain(error, 1)
+        name = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{name}{error.strerror or error}", 1)
     except Exception as error:
         # Typer's own errors know their exit code, and how to say themselves in one line.
-        if isinstance(code := getattr(error, "exit_code", None), int):
-            format_message = getattr(error, "format_message", None)
-            message = format_message() if format_message else str(error)
-            return _complain(message, code) if message else code
-        if type(error).__name__ == "Abort":
-            print("\nstopped", file=sys.stderr)
-            return 130
-        raise
+        code = 130 if type(error).__name__ == "Abort" else getattr(error, "exit_code", None)
+        if not isinstance(code, int):
+            raise
+        format_message = getattr(error, "format_message", None)
+        message = format_message() if format_message else str(error)
+        if message:
+            return _complain(message, code)
+    if code == 130:
+        print("\nstopped", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from radixkv.decoding import SamplingParams
 from radixkv.engine import RequestOutput, TokenDelta
-from radixkv.errors import RequestError
+from radixkv.errors import RadixKVError, RequestError
 from radixkv.llm import LLM
 
 LoadModel = Callable[[], LLM]
@@ -41,24 +41,33 @@ def run_file(load: LoadModel, source: Path, target: Path, params: SamplingParams
     """
     records = _read(source)
     # An output that cannot be written should be known before hours of work.
-    with target.open("w", encoding="utf-8") as file, load() as llm:
+    target.open("a", encoding="utf-8").close()
+    with load() as llm:
         prompts = []
-        for number, record in enumerate(records, 1):
+        for number, record in records:
             try:
-                prompts.append(_tokens(llm, record))
+                tokens = _tokens(llm, record)
+                llm.engine.check_request(tokens, params)
             except RequestError as error:
                 raise RequestError(f"{source}, line {number}: {error}") from error
+            prompts.append(tokens)
         outputs = _with_progress(llm, prompts, params)
-        for record, output in zip(records, outputs, strict=True):
+    with target.open("w", encoding="utf-8") as file:
+        for (_, record), output in zip(records, outputs, strict=True):
             file.write(json.dumps(_result(record, output), ensure_ascii=False) + "\n")
     failed = sum(1 for output in outputs if output.error is not None)
     if failed:
-        raise RuntimeError(f"{failed} of {len(outputs)} prompts failed; see 'error' in {target}")
+        raise RadixKVError(f"{failed} of {len(outputs)} prompts failed; see 'error' in {target}")
 
 
-def _read(source: Path) -> list[dict[str, Any]]:
+def _read(source: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The records, each with the number of its line."""
     records = []
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = source.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source} is no UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -67,7 +76,7 @@ def _read(source: Path) -> list[dict[str, Any]]:
             raise RequestError(f"{source}, line {number}: no JSON ({error})") from error
         if not isinstance(record, dict) or not ({"prompt", "messages"} & record.keys()):
             raise RequestError(f"{source}, line {number}: needs a 'prompt' or 'messages'")
-        records.append(record)
+        records.append((number, record))
     if not records:
         raise RequestError(f"{source} holds no prompts")
     return records
@@ -98,7 +107,8 @@ def _with_progress(
             tokens += delta.token_id >= 0
             elapsed = progress.tasks[task].elapsed or 0
             if delta.finish_reason is not None or tokens % 16 == 0:
-                rate = llm.stats().cache.hit_rate
+                counters = llm.cache.counters
+                rate = counters.hit_tokens / max(counters.query_tokens, 1)
                 speed = tokens / elapsed if elapsed else 0.0
                 progress.update(
                     task,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from radixkv.decoding import SamplingParams
-from radixkv.errors import RequestError
+from radixkv.engine import TokenDelta
+from radixkv.errors import RadixKVError
 from radixkv.llm import LLM
 
 HELP = """\
@@ -42,12 +45,11 @@ class Session:
     def say(self, text: str) -> None:
         """Send a user's turn and stream the answer; a turn that fails leaves no trace."""
         turn = [*self.messages, {"role": "user", "content": text}]
-        answer = ""
-        for delta in self.llm.stream([self.llm.render_chat(turn)], self.params):
-            answer += delta.text
-            print(delta.text, end="", flush=True)
+        (output,) = self.llm.chat(turn, self.params, on_token=_show)
         print()
-        self.branches[self.current] = [*turn, {"role": "assistant", "content": answer}]
+        if output.error is not None:
+            raise output.error
+        self.branches[self.current] = [*turn, {"role": "assistant", "content": output.text}]
 
     def command(self, line: str) -> bool:
         """Carry out a command; False to leave."""
@@ -98,11 +100,17 @@ class Session:
         )
 
 
+def _show(delta: TokenDelta) -> None:
+    print(delta.text, end="", flush=True)
+
+
 def run_chat(llm: LLM, params: SamplingParams, system: str) -> None:
     """Read lines until the end of input; Ctrl-C stops an answer, and leaves at the prompt."""
     opening = [{"role": "system", "content": system}] if system else []
     session = Session(llm, params, opening)
     if sys.stdin.isatty():
+        with suppress(ImportError):
+            import_module("readline")  # which makes input() edit lines and remember them
         print(f"{llm.loaded.name}. /help lists the commands, Ctrl-D leaves.")
     while True:
         try:
@@ -121,5 +129,5 @@ def _answer(session: Session, line: str) -> None:
         session.say(line)
     except KeyboardInterrupt:
         print("\n(stopped; the turn is dropped)")
-    except RequestError as error:
-        print(f"refused: {error}")
+    except RadixKVError as error:
+        print(f"({error}; the turn is dropped)")

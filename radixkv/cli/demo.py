@@ -108,7 +108,8 @@ def run_turn(
     )
     task = progress.add_task(f"{title}: answers", total=len(conversations), completed=0)
     turn = Turn()
-    before = llm.stats().engine.prefilled_tokens
+    counters = llm.engine.counters
+    before, counters.peak_blocks_held = counters.prefilled_tokens, 0
 
     def screen() -> Group:
         questions = {index: conversations[index][-1]["content"] for index in SHOWN}
@@ -127,14 +128,14 @@ def run_turn(
                 texts[index] += delta.text
             if delta.finish_reason is not None:
                 progress.advance(task)
-            pool = llm.cache.pool
-            held = pool.num_blocks - pool.num_free - llm.cache.tree.num_evictable
-            turn.peak_blocks = max(turn.peak_blocks, held)
             live.update(screen())
 
         turn.outputs = llm.chat(conversations, params, on_token=on_token)
     turn.seconds = time.perf_counter() - started
-    turn.prefilled = llm.stats().engine.prefilled_tokens - before
+    if not console.is_terminal:
+        console.print()  # rich ends its last line only on a terminal
+    turn.prefilled = counters.prefilled_tokens - before
+    turn.peak_blocks = counters.peak_blocks_held
     for output in turn.outputs:
         if output.error is not None:
             raise output.error

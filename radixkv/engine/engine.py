@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention, token_bytes
+from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
     SamplingParams,
@@ -20,6 +21,7 @@ from radixkv.decoding import (
     resolve_seed,
     sample,
 )
+from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
@@ -92,43 +94,64 @@ class Engine:
         ------
         RequestError
             If it cannot be served: empty prompt, token ids out of range, a prompt longer than the
-            model's context, a request larger than the pool, an id that is in use.
+            model's context, a request larger than the pool, an id that is in use, a namespace
+            that is no tuple of strings.
         EngineStoppedError
             If the engine was shut down.
         """
         if self._stopped:
             raise EngineStoppedError("the engine was shut down")
-        request_id = f"request-{self._serial}" if request_id is None else request_id
+        if not isinstance(retention, Retention):
+            raise RequestError(f"retention must be a Retention, not {retention!r}")
         if request_id in self.requests:
             raise RequestError(f"there is a request {request_id!r} already")
-        tokens = self._checked_prompt(prompt)
-        self._check_size(len(tokens), params)
+        tokens = self.check_request(prompt, params)
         request = Request(
-            request_id=request_id,
+            request_id=self._new_id() if request_id is None else request_id,
             serial=self._serial,
             prompt=tokens,
             params=params,
             seed=resolve_seed(params.seed),
-            namespace=namespace,
+            namespace=check_namespace(namespace),
             retention=retention,
         )
-        context = tokens[-CONTEXT_TOKENS:].tolist()
-        for index in range(params.n):
-            stream = TextStream(
-                params, self.tokenizer, eos_token_ids=self.eos_token_ids, context=context
-            )
-            request.branches.append(Branch(request, index, stream))
-        self._serial += 1
-        self.requests[request_id] = request
-        self.scheduler.add(request)
-        self.counters.requests += 1
+        stream = TextStream(
+            params,
+            self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            context=tokens[-CONTEXT_TOKENS:].tolist(),
+        )
+        request.branches = [Branch(request, index, stream.copy()) for index in range(params.n)]
+        with DeferredInterrupts():
+            self._serial += 1
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
+            self.counters.requests += 1
         return request
+
+    def check_request(self, prompt: Iterable[int], params: SamplingParams) -> npt.NDArray[np.int32]:
+        """The prompt's tokens, if `add_request` would take it; raises what that would raise."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {params!r}")
+        tokens = self._checked_prompt(prompt)
+        self._check_size(len(tokens), params)
+        return tokens
+
+    def _new_id(self) -> str:
+        number = self._serial
+        while f"request-{number}" in self.requests:
+            number += 1
+        return f"request-{number}"
 
     def _checked_prompt(self, prompt: Iterable[int]) -> npt.NDArray[np.int32]:
         if isinstance(prompt, str):
             raise RequestError("the engine takes token ids; tokenize the text first")
-        data = token_bytes(prompt if isinstance(prompt, np.ndarray) else list(prompt))
-        tokens = np.frombuffer(data, np.int32)
+        if not isinstance(prompt, np.ndarray):
+            try:
+                prompt = list(prompt)
+            except TypeError:
+                raise RequestError(f"a prompt is a list of token ids, not {prompt!r}") from None
+        tokens = np.frombuffer(token_bytes(prompt), np.int32)
         if not len(tokens):
             raise RequestError("the prompt is empty; it needs at least one token")
         low, high = int(tokens.min()), int(tokens.max())
@@ -173,22 +196,41 @@ class Engine:
         """Run one step and return what it added, for streaming.
 
         A request that fails ends with its error in it; the others go on. An exception is raised
-        only for what is no request's fault and not the model's: a broken law of the cache, or an
-        interrupt. Then, too, nothing that was not computed stays visible.
+        only for what is no request's fault and not the model's: an interrupt, which ends the
+        requests of the step that it hit, or a broken law of the cache, after which the engine
+        takes no more steps. Never is anything visible that was not computed.
         """
+        if self._stopped:
+            raise EngineStoppedError("the engine was shut down")
+        try:
+            with DeferredInterrupts() as interrupts:
+                return self._step(interrupts)
+        except Exception:
+            # Blocks may be half moved: nothing that is cached can be believed any more.
+            self._stopped = True
+            raise
+
+    def _step(self, interrupts: DeferredInterrupts) -> list[TokenDelta]:
         step = self.scheduler.schedule()
-        if not step.rows:
-            return []
         self._note_peak()
         try:
-            logits = self.runner.run(step)
+            self.runner.copy_blocks(step)
         except Exception as error:
+            # Any block may be one that was to be copied into.
             self.cache.abort()
-            return self._fail_step(step, error)
+            self.cache.reset()
+            return self._fail(self.scheduler.running, error)
+        if not step.rows:
+            return [] if step.refused is None else self._end(*step.refused)
+        try:
+            with interrupts.allowed():
+                logits = self.runner.run(step)
         except BaseException as error:
             self.cache.abort()
-            self._fail_step(step, error)
-            raise
+            deltas = self._fail((row.branch.request for row in step.rows), error)
+            if not isinstance(error, Exception):
+                raise
+            return deltas
         self.cache.settle()
         return self._advance(step, logits)
 
@@ -197,10 +239,11 @@ class Engine:
         held = pool.num_blocks - pool.num_free - self.cache.tree.num_evictable
         self.counters.peak_blocks_held = max(self.counters.peak_blocks_held, held)
 
-    def _fail_step(self, step: Step, error: BaseException) -> list[TokenDelta]:
+    def _fail(self, requests: Iterable[Request], error: BaseException) -> list[TokenDelta]:
         deltas = []
-        for request in dict.fromkeys(row.branch.request for row in step.rows):
-            failure = EngineStoppedError(f"the step that carried the request failed: {error}")
+        for request in dict.fromkeys(requests):
+            reason = str(error) or type(error).__name__
+            failure = EngineStoppedError(f"the step that carried the request failed: {reason}")
             failure.__cause__ = error
             deltas += self._end(request, failure)
         return deltas
@@ -221,7 +264,10 @@ class Engine:
                 wanted += 1
         if wanted != len(index):
             logits = logits[torch.tensor(index)]
-        sampled = sample(logits, [self._sampling_row(row, branch) for row, branch in sampling])
+        try:
+            sampled = sample(logits, [self._sampling_row(row, branch) for row, branch in sampling])
+        except Exception as error:
+            return self._fail((branch.request for _, branch in sampling), error)
         deltas: list[TokenDelta] = []
         for (_, branch), token, valid, logprobs in zip(
             sampling, sampled.token_ids.tolist(), sampled.valid, sampled.logprobs, strict=True
@@ -233,7 +279,12 @@ class Engine:
                 continue
             if logprobs is not None:
                 branch.logprobs.append(logprobs)
-            deltas.append(self._push(branch, token))
+            try:
+                deltas.append(self._push(branch, token))
+            except Exception as error:  # a tokenizer's, which is not ours to trust
+                deltas += self._fail([branch.request], error)
+        if not sampled.valid.all():
+            self.scheduler.requeue_withdrawn()
         return deltas
 
     def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
@@ -258,12 +309,12 @@ class Engine:
         self.counters.sampled_tokens += 1
         delta = branch.stream.push(token)
         text = delta.text
+        if delta.finish_reason is None and branch.num_tokens >= self.max_model_len:
+            delta = branch.stream.finish()
+            text += delta.text
         if delta.finish_reason is None:
             branch.next_token = token
-            if len(request.prompt) + len(branch.stream.token_ids) >= self.max_model_len:
-                delta = branch.stream.finish()
-                text += delta.text
-        if delta.finish_reason is not None:
+        else:
             self.scheduler.release(branch)
             if not request.live_branches:
                 self._close(request)
@@ -279,8 +330,9 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self.counters.requests_aborted += 1
-        self._close(request)
+        with DeferredInterrupts():
+            self.counters.requests_aborted += 1
+            self._close(request)
         return True
 
     def shutdown(self) -> None:

@@ -33,6 +33,8 @@ class Branch:
         Its blocks; None while it waits or once it has ended.
     next_token : int
         Sampled, but not yet in the sequence; -1 for none.
+    num_known : int
+        Leading tokens that were computed before its request was preempted.
     """
 
     request: Request
@@ -40,11 +42,21 @@ class Branch:
     stream: TextStream
     sequence: Sequence | None = None
     next_token: int = -1
+    num_known: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return self.stream.finish_reason is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of what was generated."""
+        return len(self.request.prompt) + len(self.stream.token_ids)
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt and what was generated; int32 (num_tokens,)."""
+        return np.concatenate((self.request.prompt, np.array(self.stream.token_ids, np.int32)))
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +71,7 @@ class Request:
         The continuations, from the start; they share one sequence until the prompt is computed.
     to_prefill : list of Branch
         Branches whose tokens are not all computed; of a fresh request only the first, from which
-        the others are forked.
+        the others are forked. Of a resumed one, only the first of these has blocks.
     overtaken : int
         How often a later request was admitted first.
     num_cached_tokens : int
@@ -92,10 +104,6 @@ class Request:
     @property
     def live_branches(self) -> list[Branch]:
         return [branch for branch in self.branches if not branch.finished]
-
-    def tokens_of(self, branch: Branch) -> npt.NDArray[np.int32]:
-        """The prompt and what the branch has generated; int32."""
-        return np.concatenate((self.prompt, np.array(branch.stream.token_ids, np.int32)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from radixkv.attention import AttentionBackend, AttentionPlan, Row, make_batch
-from radixkv.cache import CopyOrder, copy_waves
+from radixkv.cache import CopyOrder, Sequence, copy_waves
 from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE
 from radixkv.engine.scheduler import ScheduledRow, Step
 from radixkv.engine.stats import EngineCounters
@@ -23,25 +23,28 @@ class ModelRunner:
         self.adapter = adapter
         self.backend = backend
         self.counters = counters
-        self._planned: tuple[int, ...] = ()
+        # Held, not only named: an id would be given to another sequence.
+        self._planned: list[Sequence] = []
         self._plan: AttentionPlan | None = None
+
+    def copy_blocks(self, step: Step) -> None:
+        """Make the copies that come before anything of the step is written."""
+        for wave in copy_waves(order for order in step.copies if not order.after_write):
+            self.backend.store.copy_blocks(wave)
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
-        """Compute a step.
+        """Compute a step, whose `copy_blocks` has been done.
 
         Returns
         -------
         tensor (rows that sample, vocabulary)
             Logits, in the order of the step's rows.
         """
-        store = self.backend.store
-        for wave in copy_waves(order for order in step.copies if not order.after_write):
-            store.copy_blocks(wave)
         rows = [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows]
         batch = make_batch(
             rows,
-            store.block_size,
+            self.backend.store.block_size,
             keep=[row.computes for row in step.rows],
             plan=self._reusable_plan(step),
         )
@@ -63,10 +66,10 @@ class ModelRunner:
 
     def _reusable_plan(self, step: Step) -> AttentionPlan | None:
         """The last plan, if the same sequences only go on decoding."""
-        decoding = all(row.computes and row.stop - row.start == 1 for row in step.rows)
-        rows = tuple(id(row.sequence) for row in step.rows) if decoding else ()
-        same = bool(rows) and rows == self._planned and not step.copies
-        self._planned = rows
+        rows = [row.sequence for row in step.rows if row.decodes]
+        same = len(rows) == len(self._planned) == len(step.rows) and not step.copies
+        same = same and all(now is then for now, then in zip(rows, self._planned, strict=True))
+        self._planned = rows if len(rows) == len(step.rows) else []
         return self._plan if same else None
 
     def _slots(self, order: CopyOrder) -> tuple[torch.Tensor, torch.Tensor]:

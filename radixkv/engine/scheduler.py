@@ -6,7 +6,8 @@ with a common prefix are admitted in one step, where the first computes it and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from radixkv.cache import CopyOrder, PrefixCache, Sequence
@@ -53,10 +54,18 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class Step:
-    """What to compute, and the block copies to make for it."""
+    """What to compute, and the block copies to make for it.
+
+    Attributes
+    ----------
+    refused : (Request, OutOfBlocksError) or None
+        A request that found no room though none is running: blocks are held by others than the
+        engine, and nothing that the engine does will free them.
+    """
 
     rows: list[ScheduledRow] = field(default_factory=list)
     copies: list[CopyOrder] = field(default_factory=list)
+    refused: tuple[Request, OutOfBlocksError] | None = None
 
 
 class Scheduler:
@@ -81,47 +90,44 @@ class Scheduler:
         """Choose the next step's rows and hold the blocks they need."""
         step = Step()
         preemptions = self.counters.preemptions
-        budget = self._schedule_decodes(step, self.config.max_num_batched_tokens)
+        # Whoever may take blocks from others comes first: what a step was promised stays.
+        self._schedule_decodes(step)
+        self._resume_branches(step)
+        budget = self.config.max_num_batched_tokens - len(step.rows)
         for request in self.running:
             budget = self._schedule_prefills(step, request, budget)
         # Whoever just lost its blocks must not be the one to take them back.
-        crowded = self.counters.preemptions > preemptions
-        while budget > 0 and self.waiting and not crowded:
-            request = self._next_waiting()
-            if not self._admit(request):
-                break
-            budget = self._schedule_prefills(step, request, budget)
+        if self.counters.preemptions == preemptions:
+            self._admit_waiting(step, budget)
         step.copies = self.cache.take_copies()
         return step
 
     # -- decodes ---------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, step: Step, budget: int) -> int:
+    def _schedule_decodes(self, step: Step) -> None:
         """A row for each branch that has a token to go on from; may preempt."""
+        budget = self.config.max_num_batched_tokens
         branches = [
             branch
             for request in self.running
             for branch in request.branches
-            if branch.next_token >= 0 and branch.sequence is not None
+            if branch.next_token >= 0
         ]
         if len(branches) > budget:
             # Whoever waited longest for its turn goes first.
             branches.sort(key=lambda branch: len(branch.stream.token_ids))
         for branch in branches:
-            if budget == 0:
+            if len(step.rows) == budget:
                 break
-            if branch.sequence is None or not self._append(step, branch):
-                continue
-            stop = branch.sequence.num_tokens
-            step.rows.append(ScheduledRow(branch, stop - 1, stop, decodes=True))
-            budget -= 1
-        return budget
+            if self._append(step, branch):
+                stop = branch.num_tokens
+                step.rows.append(ScheduledRow(branch, stop - 1, stop, decodes=True))
 
     def _append(self, step: Step, branch: Branch) -> bool:
         """Make room for the branch's next token; False if its request had to be preempted."""
-        while branch.sequence is not None:
+        while (sequence := branch.sequence) is not None:
             try:
-                branch.sequence.append(branch.next_token)
+                sequence.append(branch.next_token)
             except OutOfBlocksError:
                 self._preempt(step, self._victim())
             else:
@@ -129,88 +135,94 @@ class Scheduler:
                 return True
         return False
 
+    # -- preemption ------------------------------------------------------------------------------
+
     def _victim(self) -> Request:
         """The running request that loses least; never the oldest, so that one always ends.
 
-        What it loses is what only it holds: blocks that others share, or that were committed,
-        stay cached.
+        Whoever holds nothing alone is spared: taking it out would free nothing.
         """
         youngest_first = sorted(self.running, key=lambda request: -request.serial)
         candidates = youngest_first[:-1] or youngest_first
-        return min(candidates, key=self._own_blocks)
-
-    def _own_blocks(self, request: Request) -> int:
-        return sum(
-            branch.sequence.num_blocks - branch.sequence.num_tree_blocks
-            for branch in request.branches
-            if branch.sequence is not None
-        )
+        losses = [_held_alone(request) for request in candidates]
+        useful = [place for place, loss in enumerate(losses) if loss] or range(len(losses))
+        return candidates[min(useful, key=losses.__getitem__)]
 
     def _preempt(self, step: Step, request: Request) -> None:
-        """Give a request's blocks back and let it wait; what it computed stays cached."""
+        """Take a request out of the step being scheduled, before anything of it is promised."""
         step.rows = [row for row in step.rows if row.branch.request is not request]
+        self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """Give a running request's blocks back and let it wait; what it computed stays cached."""
         for branch in request.branches:
             if branch.sequence is not None:
-                self._keep_computed(branch.sequence)
-                self.cache.release(branch.sequence)
-                branch.sequence = None
-            branch.next_token = -1
+                branch.num_known = max(branch.num_known, branch.sequence.num_computed)
+            self.release(branch)
         self.running.remove(request)
+        request.to_prefill = []
         request.status = Status.WAITING
         request.overtaken = AGEING
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self.add(request)
 
-    def _keep_computed(self, sequence: Sequence) -> None:
-        """Show all that is computed, so that it stays cached once the sequence is released."""
-        if not sequence.withdrawn:
-            sequence.truncate(sequence.num_computed)
-            self.cache.commit(sequence, include_open=True)
+    def requeue_withdrawn(self) -> None:
+        """Let requests start again whose blocks turned out to hold what cannot be trusted."""
+        for request in self.running[:]:
+            if any(branch.sequence and branch.sequence.withdrawn for branch in request.branches):
+                self.requeue(request)
+
+    def _resume_branches(self, step: Step) -> None:
+        """Blocks for the next branch of each request that comes back; may preempt.
+
+        One after the other, each once the one before it is scheduled to its end: so it finds the
+        prompt, and whatever else they have in common, in the cache.
+        """
+        for request in self.running[:]:
+            while request.to_prefill and request.to_prefill[0].sequence is None:
+                try:
+                    self._acquire(request.to_prefill[0])
+                except OutOfBlocksError:
+                    self._preempt(step, self._victim())
 
     # -- prompts ---------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Let a request wait, in order of arrival."""
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].serial > request.serial:
-            place -= 1
-        self.waiting.insert(place, request)
+        insort(self.waiting, request, key=lambda waiting: waiting.serial)
 
-    def _next_waiting(self) -> Request:
-        """The request with the longest cached prefix, unless an earlier one has aged."""
+    def _admit_waiting(self, step: Step, budget: int) -> None:
+        while budget > 0 and self.waiting:
+            for request in self._candidates():
+                if budget <= 0 or not self._admit(step, request):
+                    return
+                budget = self._schedule_prefills(step, request, budget)
+
+    def _candidates(self) -> Iterator[Request]:
+        """Who waits, the longest cached prefix first, but before all those that have aged."""
         window = self.waiting[:WINDOW]
-        if window[0].overtaken >= AGEING or len(window) == 1:
-            return window[0]
-        aged = [request for request in window if request.overtaken >= AGEING]
-        if aged:
-            return aged[0]
-        return max(window, key=lambda request: (self._num_cached(request), -request.serial))
+        yield from (request for request in window if request.overtaken >= AGEING)
+        others = [request for request in window if request.status is Status.WAITING]
+        if len(others) > 1:
+            others.sort(key=lambda request: -self.cache.match(request.prompt, request.namespace))
+        yield from others
 
-    def _num_cached(self, request: Request) -> int:
-        return self.cache.match(request.prompt, request.namespace)
-
-    def _admit(self, request: Request) -> bool:
-        """Hold blocks for all of the request's tokens; False if it must wait on."""
-        branches = request.branches[:1] if request.is_fresh else request.live_branches
-        others = sum(len(other.live_branches) for other in self.running)
-        if others and others + len(request.live_branches) > self.config.max_num_seqs:
+    def _admit(self, step: Step, request: Request) -> bool:
+        """Hold blocks for a whole prompt (or what a branch has of it); False to wait on."""
+        live = request.live_branches
+        running = sum(len(other.live_branches) for other in self.running)
+        if running and running + len(live) > self.config.max_num_seqs:
             return False
+        spare = 0
+        if running:
+            # Without a block for each running branch, someone would be preempted at once.
+            spare = running + sum(self._tail_blocks(branch) for branch in live[1:])
         try:
-            for branch in branches:
-                branch.sequence = self.cache.acquire(
-                    request.tokens_of(branch),
-                    request.namespace,
-                    retention=request.retention,
-                    resumed=request.num_preemptions > 0,
-                    # Without a block for each running branch, someone would be preempted at once.
-                    spare_blocks=others,
-                )
-        except OutOfBlocksError:
-            for branch in branches:
-                if branch.sequence is not None:
-                    self.cache.release(branch.sequence)
-                    branch.sequence = None
+            self._acquire(live[0], spare)
+        except OutOfBlocksError as error:
+            if not running:
+                step.refused = (request, error)
             return False
         self.waiting.remove(request)
         for earlier in self.waiting:
@@ -219,16 +231,33 @@ class Scheduler:
             earlier.overtaken += 1
         self.running.append(request)
         request.status = Status.RUNNING
+        request.to_prefill = live[:1] if request.is_fresh else live
         self._note_cached(request)
-        request.to_prefill = list(branches)
         return True
+
+    def _tail_blocks(self, branch: Branch) -> int:
+        """Blocks that a branch will want beside those it shares with its siblings."""
+        size = self.cache.block_size
+        shared = len(branch.request.prompt) // size
+        return max(-(-branch.num_tokens // size) - shared, 1)
+
+    def _acquire(self, branch: Branch, spare_blocks: int = 0) -> None:
+        request = branch.request
+        branch.sequence = self.cache.acquire(
+            branch.tokens(),
+            request.namespace,
+            retention=request.retention,
+            resumed=request.num_preemptions > 0,
+            spare_blocks=spare_blocks,
+        )
 
     def _schedule_prefills(self, step: Step, request: Request, budget: int) -> int:
         """Rows for what is left of a request's tokens, as far as the budget goes."""
         while request.to_prefill and budget > 0:
             branch = request.to_prefill[0]
             sequence = branch.sequence
-            assert sequence is not None
+            if sequence is None:
+                break
             if self.cache.reuse(sequence):
                 self._note_cached(request)
             start, end = sequence.num_computed, sequence.num_tokens
@@ -241,14 +270,19 @@ class Scheduler:
                 self.cache.commit(sequence, stop, include_open=True, pending=True)
                 step.rows.append(ScheduledRow(branch, start, stop, samples=stop == end))
                 budget -= stop - start
-                if not request.num_preemptions:
-                    self.counters.prefilled_tokens += stop - start
-                else:
-                    self.counters.recomputed_tokens += stop - start
+                self._count(branch, start, stop)
                 if stop < end:
                     break
             request.to_prefill.pop(0)
         return budget
+
+    def _count(self, branch: Branch, start: int, stop: int) -> None:
+        """Count computed tokens: again, for the first time of a prompt, or of a continuation."""
+        known = min(max(branch.num_known, start), stop)
+        prompt = min(max(len(branch.request.prompt), known), stop)
+        self.counters.recomputed_tokens += known - start
+        self.counters.prefilled_tokens += prompt - known
+        self.counters.decoded_tokens += stop - prompt
 
     def _note_cached(self, request: Request) -> None:
         """What the request found in the cache counts once, whatever happens to it later."""
@@ -262,20 +296,30 @@ class Scheduler:
         """Release whatever the request still holds; its computed blocks stay cached."""
         for branch in request.branches:
             self.release(branch)
-        if request in self.running:
+        if request.status is Status.RUNNING:
             self.running.remove(request)
-        elif request in self.waiting:
+        elif request.status is Status.WAITING:
             self.waiting.remove(request)
-        request.to_prefill.clear()
         request.status = Status.FINISHED
 
     def release(self, branch: Branch) -> None:
-        """End a branch that has ended or is given up."""
+        """Give up what a branch holds; all that is computed of it stays cached."""
         sequence, branch.sequence, branch.next_token = branch.sequence, None, -1
         if sequence is not None:
-            self._keep_computed(sequence)
+            if not sequence.withdrawn:
+                sequence.truncate(sequence.num_computed)
+                self.cache.commit(sequence, include_open=True)
             self.cache.release(sequence)
 
-    def requests(self) -> Iterable[Request]:
-        """All that are not finished."""
-        return [*self.running, *self.waiting]
+
+def _held_alone(request: Request) -> int:
+    """Blocks that only this request holds, so that they can go when it gives them up."""
+    count = 0
+    for branch in request.branches:
+        if (sequence := branch.sequence) is not None:
+            count += sequence.num_blocks - sequence.num_tree_blocks
+            node = sequence.node
+            while node is not None and node.pins == 1:
+                count += len(node.blocks)
+                node = node.parent
+    return count

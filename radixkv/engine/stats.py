@@ -16,7 +16,9 @@ class EngineCounters:
     prefilled_tokens : int
         Prompt tokens whose KV was computed; each prefix counts once, whoever shares it.
     recomputed_tokens : int
-        Tokens computed again after a preemption.
+        Tokens that a preempted request had computed before, lost, and computed again.
+    decoded_tokens : int
+        Generated tokens whose KV was computed; the last one of a continuation never is.
     logits_only_tokens : int
         Queries that ran only for the logits behind a prompt that was cached to the end.
     kv_tokens_read, kv_tokens_unshared : int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from radixkv.llm import LLM
 from radixkv.model.loading import LoadedModel
+
+# The tests share helpers that are no package: pytest imports test files by path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCABULARY = 259
 

@@ -1,0 +1,64 @@
+"""What the benchmarks of the cache share: timing, the machine's name, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PACKAGES = ("numpy", "sortedcontainers", "xxhash")
+
+
+def machine() -> dict[str, str]:
+    """Processor, system and versions, for the head of a table."""
+    model = platform.processor() or "unknown processor"
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    found = {"processor": model, "system": platform.system(), "python": platform.python_version()}
+    return found | {name: version(name) for name in PACKAGES}
+
+
+def best(runs: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    """The shortest time of each request over several equal runs: what others' load did not touch.
+
+    float64 (runs, requests) -> float64 (requests,)
+    """
+    return np.min(np.stack(runs), axis=0)
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Plain text, columns as wide as they must be."""
+    cells = [list(head)] + [
+        [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    print(f"\n{title}")
+    for number, row in enumerate(cells):
+        line = [row[0].ljust(widths[0])]
+        line += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(line))
+        if not number:
+            print("  ".join("-" * width for width in widths))
+
+
+def write_json(path: Path | None, results: dict[str, Any]) -> None:
+    """Results with the machine and the command, if a path is given."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    path.write_text(
+        json.dumps({"command": command, "machine": machine(), **results}, indent=2) + "\n"
+    )
+    print(f"\nwritten to {path}")

@@ -1,0 +1,189 @@
+"""A fake model whose logits are a hash of the whole prefix as read back through block tables.
+
+Every slot carries the token and its position. A read through a wrong table entry, a missing copy,
+a stale block or a slot that nobody wrote changes the hash, and with it what is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.attention import AttentionBatch
+from radixkv.cache import PrefixCache
+from radixkv.config import CacheConfig, EngineConfig
+from radixkv.decoding import SamplingParams, SamplingRow, TextStream, sample
+from radixkv.engine import Engine, EngineCounters, ModelRunner
+
+VOCABULARY = 6
+EOS = 5
+POISON = -1
+Words = npt.NDArray[np.int64]
+
+
+def words_of(tokens: Words, start: int = 0) -> Words:
+    """What the slots of these tokens hold; their positions begin at ``start``."""
+    return tokens * 1000 + np.arange(start, start + len(tokens))
+
+
+def logits_of(words: Words) -> torch.Tensor:
+    """Logits behind a prefix, by the words that were read for it; float32 (VOCABULARY,)."""
+    rng = np.random.default_rng(abs(hash(words.tobytes())))
+    return torch.from_numpy(rng.normal(0, 1.5, VOCABULARY)).float()
+
+
+class FakeStore:
+    """Slots of one layer, each with a word; stands for a `KVStore`."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots = np.full((num_blocks, block_size), POISON, np.int64)
+        self.fail: Exception | None = None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            self.slots[[target for _, target in pairs]] = POISON
+            raise error
+        if pairs:
+            self.slots[[target for _, target in pairs]] = self.slots[
+                [source for source, _ in pairs]
+            ]
+
+
+class FakeBackend:
+    def __init__(self, store: FakeStore) -> None:
+        self.store = store
+
+
+class FakeAdapter:
+    """Stands for a `ModelAdapter`.
+
+    Attributes
+    ----------
+    fail : exception or None
+        The next forward raises it, having written nothing (or, with ``fail_late``, garbage).
+    nan_row : int
+        Which of the next forward's logits are NaN; -1 for none.
+    """
+
+    layers: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        self.fail: BaseException | None = None
+        self.fail_late = False
+        self.nan_row = -1
+
+    def close(self) -> None:
+        pass
+
+    def forward(
+        self,
+        backend: FakeBackend,
+        batch: AttentionBatch,
+        tokens: torch.Tensor,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        error, self.fail = self.fail, None
+        flat = backend.store.slots.reshape(-1)
+        if error is not None:
+            if self.fail_late:
+                flat[batch.slots.numpy()] = POISON
+            raise error
+        words = tokens.numpy() * 1000 + batch.positions
+        if batch.written is not None:
+            words = words[batch.written.numpy()]
+        flat[batch.slots.numpy()] = words
+        for sources, targets in batch.copies:
+            flat[targets.numpy()] = flat[sources.numpy()]
+        rows = np.searchsorted(batch.offsets, wanted.numpy(), "right") - 1
+        logits = [
+            logits_of(self._read(backend.store, batch, int(row), int(batch.positions[token]) + 1))
+            for row, token in zip(rows, wanted.tolist(), strict=True)
+        ]
+        if self.nan_row >= 0 and logits:
+            logits[self.nan_row % len(logits)][0] = torch.nan
+            self.nan_row = -1
+        return torch.stack(logits) if logits else torch.empty(0, VOCABULARY)
+
+    def _read(self, store: FakeStore, batch: AttentionBatch, row: int, stop: int) -> Words:
+        """The row's first words, shared runs through the first member's table, as backends do."""
+        table = batch.rows[row].table.copy()
+        for run in batch.plan.runs:
+            if run.first_row <= row < run.last_row:
+                blocks = slice(run.first_block, run.last_block)
+                table[blocks] = batch.rows[run.first_row].table[blocks]
+        for run in batch.plan.runs:
+            inside = run.first_row <= row < run.last_row
+            assert not inside or run.last_block <= batch.plan.tail_blocks[row]
+        return store.slots[table].reshape(-1)[:stop]
+
+
+def make_engine(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    *,
+    max_model_len: int = 64,
+    tokenizer: Any = None,
+    **settings: Any,
+) -> Engine:
+    """An engine over the fake model."""
+    cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size))
+    backend = FakeBackend(FakeStore(num_blocks, block_size))
+    runner = ModelRunner(FakeAdapter(), backend, EngineCounters())  # type: ignore[arg-type]
+    return Engine(
+        runner,
+        cache,
+        EngineConfig(**settings),
+        vocab_size=VOCABULARY,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+        eos_token_ids=[EOS],
+    )
+
+
+def naive(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    branch: int = 0,
+    max_model_len: int = 64,
+) -> tuple[list[int], str | None]:
+    """What a model without any cache generates, and how it ends."""
+    stream = TextStream(params, None, eos_token_ids=[EOS])
+    tokens = np.array(prompt, np.int64)
+    while stream.finish_reason is None:
+        row = SamplingRow(params, seed, branch, len(tokens), stream.banned_tokens)
+        token = int(sample(logits_of(words_of(tokens))[None], [row]).token_ids[0])
+        stream.push(token)
+        tokens = np.append(tokens, token)
+        if len(tokens) >= max_model_len:
+            stream.finish()
+    return stream.token_ids, stream.finish_reason
+
+
+def check_content(engine: Engine) -> None:
+    """Whatever the tree shows has been computed, to the slot; free blocks are made garbage."""
+    cache, slots = engine.cache, engine.runner.backend.store.slots  # type: ignore[attr-defined]
+    for node in cache.tree.nodes():
+        tokens = np.frombuffer(bytes(node.tokens), np.int32).astype(np.int64)
+        stored = slots[node.blocks.tolist()].reshape(-1)[: len(tokens)]
+        expected = words_of(tokens, node.start * cache.block_size)
+        assert (stored == expected).all(), "the tree shows what nobody computed"
+    slots[cache.pool.free_blocks()] = POISON
+
+
+def check_over(engine: Engine) -> None:
+    """Law 12: only the tree holds blocks, and after a reset nobody does."""
+    assert not engine.has_work
+    assert not engine.requests
+    assert not engine.cache.sequences
+    engine.cache.check()
+    stats = engine.cache.stats()
+    assert stats.held_only == stats.held_and_cached == 0
+    engine.cache.reset()
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
