@@ -106,7 +106,7 @@ class PrefixCache:
         match = self._match(data, namespace)
         missing = -(-len(data) // self.block_bytes) - match.num_blocks
         # Refused before anything is touched, so that a retry never counts as a use.
-        self.allocator.require(missing, match)
+        self.allocator.require(missing + spare_blocks, match)
         table = match.blocks()
         node = self.tree.hold(match, retention)
         try:

@@ -83,7 +83,7 @@ class RadixTree:
 
     def num_unheld(self, node: RadixNode) -> int:
         """How many blocks at the end of a leaf nobody holds."""
-        if not len(node.tokens) % self.block_bytes:
+        if not self.has_open(node):
             return 0 if node.pins else len(node.blocks)
         if self.pool.refs[node.blocks[-1]] > 1:
             return 0
@@ -93,8 +93,7 @@ class RadixTree:
 
     def hold(self, match: Match, retention: Retention) -> RadixNode | None:
         """Use what was matched, and pin where it ends for one more sequence; see `use`."""
-        node = self.use(match, retention)
-        if node is not None:
+        if (node := self.use(match, retention)) is not None:
             self.pin(node)
         return node
 
@@ -156,9 +155,7 @@ class RadixTree:
 
     def split_at(self, node: RadixNode, count: int) -> RadixNode:
         """The node that ends after ``count`` of the node's full blocks; splits if it must."""
-        if count == len(node.tokens) // self.block_bytes:
-            return node
-        return self._split(node, count)
+        return node if count == len(node.tokens) // self.block_bytes else self._split(node, count)
 
     def use(self, match: Match, retention: Retention) -> RadixNode | None:
         """Refresh the recency of what a match uses, and of nothing else; may split one edge.
@@ -344,7 +341,7 @@ class RadixTree:
             count -= take
 
     def drop_open(self, block: int) -> None:
-        """Give up an open block, so that its holder may go on writing into it."""
+        """Give an open block up, so that its holder may go on writing into it."""
         self._cut(self.open_nodes[block], 1, "withdrawn")
 
     def remove(self, node: RadixNode, reason: RemovalReason) -> int:
@@ -356,9 +353,8 @@ class RadixTree:
         while stack:
             below.append(stack.pop())
             stack.extend(below[-1].children or ())
-        total = 0
+        total = sum(len(lower.blocks) for lower in below)
         for lower in reversed(below):
-            total += len(lower.blocks)
             self._cut(lower, len(lower.blocks), reason)
         return total
 
@@ -372,9 +368,9 @@ class RadixTree:
         if kept:
             del tokens[kept * self.block_bytes :]
             node.blocks = blocks[:kept]
+            node.num_used = min(node.num_used, kept)
             blocks = blocks[kept:]
-            if node.pins:
-                # What is left of the run is held.
+            if node.pins:  # What is left of the run is held.
                 self.queue.discard(node)
         else:
             self._disown(node)

@@ -149,6 +149,16 @@ def test_a_prompt_that_does_not_fit_now_changes_nothing() -> None:
     cache.check()
 
 
+def test_blocks_can_be_left_for_others_to_go_on() -> None:
+    cache = make_cache(num_blocks=4)
+    cached(cache, A)
+    with pytest.raises(OutOfBlocksError) as caught:
+        cache.acquire(A + B, spare_blocks=3)
+    assert (caught.value.needed, caught.value.free, caught.value.evictable) == (4, 3, 0)
+    sequence = cache.acquire(A + B, spare_blocks=2)
+    assert (sequence.num_blocks, cache.pool.num_free) == (2, 2)
+
+
 def test_what_was_matched_is_not_evicted_for_the_rest() -> None:
     cache = make_cache(num_blocks=3)
     cached(cache, A)
@@ -603,3 +613,14 @@ def test_every_block_is_somewhere() -> None:
     total = stats.free + stats.held_only + stats.cached_only + stats.held_and_cached
     assert total == 9
     assert Counter(block for s in live for block in s.table)[live[0].table[0]] == 2
+
+
+def test_spare_blocks_are_left_over() -> None:
+    cache = make_cache(6)
+    with pytest.raises(OutOfBlocksError) as refused:
+        cache.acquire(list(range(16)), spare_blocks=3)
+    assert refused.value.needed == 7
+    assert cache.counters.queries == 0
+    sequence = cache.acquire(list(range(16)), spare_blocks=2)
+    assert cache.pool.num_free == 2
+    cache.release(sequence)

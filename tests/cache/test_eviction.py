@@ -333,6 +333,49 @@ def test_only_what_was_not_used_is_forgotten_of_an_edge() -> None:
     assert not any(node.retention.ephemeral for node in cache.tree.nodes())
 
 
+def test_what_is_forgotten_goes_before_what_is_older() -> None:
+    cache = make_cache()
+    cached(cache, C)
+    cached(cache, A, end=EPHEMERAL)
+    assert cache.tree.queue.victim().tokens[0] == 1
+
+
+def test_a_parent_that_another_holds_is_not_forgotten() -> None:
+    cache = make_cache()
+    first = compute(cache, A)
+    second = first.fork()
+    first.extend(C)
+    cache.commit(first)
+    cache.release(first, EPHEMERAL)
+    marks = {node.start: node.retention.ephemeral for node in cache.tree.nodes()}
+    assert marks == {0: False, 1: True}
+    cache.release(second)
+
+
+def test_all_that_is_ones_own_is_forgotten() -> None:
+    cache = make_cache()
+    sequence = compute(cache, A)
+    sequence.retention = Retention(priority=1)
+    sequence.extend(B)
+    cache.commit(sequence)
+    cache.release(sequence, EPHEMERAL)
+    cache.check()
+    assert [node.retention for node in cache.tree.nodes()] == [EPHEMERAL, EPHEMERAL]
+
+
+def test_an_open_end_set_apart_is_forgotten_with_its_branch() -> None:
+    cache = make_cache()
+    cached(cache, [*A, 7], include_open=True)
+    second = compute(cache, [*A, 7, 8], include_open=True)
+    third = compute(cache, [*A, 9])
+    assert shape(cache) == [(0, 4), (1, 2)]
+    cache.release(second, EPHEMERAL)
+    marks = {node.start: node.retention.ephemeral for node in cache.tree.nodes()}
+    assert marks == {0: False, 1: True}
+    cache.release(third)
+    cache.check()
+
+
 def test_a_branch_that_lost_is_forgotten_with_its_open_end() -> None:
     cache = make_cache(num_blocks=8)
     first = compute(cache, A)

@@ -323,13 +323,13 @@ def test_21_split_nodes_own_their_arrays() -> None:
 def test_21_evicted_nodes_are_not_kept_alive() -> None:
     cache = make_cache(num_blocks=3, eviction="priority")
     gc.collect()
-    before = sum(isinstance(thing, RadixNode) for thing in gc.get_objects())
+    before = sum(type(thing) is RadixNode for thing in gc.get_objects())
     for number in range(200):
         hint = Retention(priority=number % 3, expires_at=1e12)
         cached(cache, [number] * 8, retention=hint)
         cache.release(cache.acquire([number] * 4))
     gc.collect()
-    after = sum(isinstance(thing, RadixNode) for thing in gc.get_objects())
+    after = sum(type(thing) is RadixNode for thing in gc.get_objects())
     assert after - before <= 5, "nodes that left the tree are still there"
     assert len(cache.tree.queue._expiry) <= 3
 

@@ -271,6 +271,17 @@ class EngineMachine(RuleBasedStateMachine):
         if chosen:
             scheduler.requeue(chosen[index % len(chosen)])
 
+    @rule(raw=raw_tokens, steps=st.integers(1, 3))
+    def preempt_branches(self, raw: bytes, steps: int) -> None:
+        """Take a request out whose branches are on their way, and let it come back."""
+        self._add(tuple(byte % VOCABULARY for byte in raw[:6]), 3, ())
+        self.step(steps)
+        for request in self.engine.scheduler.running[:]:
+            if sum(branch.sequence is not None for branch in request.branches) > 1:
+                self.engine.scheduler.requeue(request)
+                self.step(2)
+                return
+
     def _fail_to_sample(self, *_: object) -> None:
         radixkv.engine.engine.sample = sample  # type: ignore[attr-defined]
         raise ValueError("no dice")

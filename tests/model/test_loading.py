@@ -223,7 +223,7 @@ class TestDtype:
 
     def test_auto_with_a_torch_that_cannot_tell(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-        assert not loading._is_native(torch.bfloat16)
+        assert not loading.is_native(torch.bfloat16)
 
     def test_converting_keeps_tied_weights_tied(self, tmp_path: Path) -> None:
         llama(tie_word_embeddings=True).half().save_pretrained(tmp_path / "tied")

@@ -124,6 +124,7 @@ PLANTED = [
         "eviction.py",
         "if entry[:-2] == self._current_key(node):",
         "if True:",
+        "test_eviction.py::test_a_use_in_the_meantime_is_noticed",
     ),
     Planted(
         "ephemeral blocks wait like all others",
@@ -163,7 +164,7 @@ PLANTED = [
     Planted(
         "a refused request counts as a use",
         "manager.py",
-        "        self.allocator.require(missing, match)\n",
+        "        self.allocator.require(missing + spare_blocks, match)\n",
         "",
         "test_peer_faults.py::test_15_a_retry_is_not_counted",
     ),
@@ -226,6 +227,7 @@ PLANTED = [
         "allocator.py",
         "            source = first.source\n",
         "            pass\n",
+        "test_pending.py::test_a_copy_of_a_late_copy_goes_back_to_the_first_source",
     ),
     Planted(
         "a late copy goes into a block that another has by now",
