@@ -1,11 +1,14 @@
-"""What the benchmarks of the cache share: timing, the machine's name, tables, JSON."""
+"""What the benchmarks share: timing, the machine's name, tables, JSON."""
 
 from __future__ import annotations
 
 import json
 import platform
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-PACKAGES = ("numpy", "sortedcontainers", "xxhash")
+PACKAGES = ("numpy", "sortedcontainers", "xxhash", "torch", "transformers")
 
 
 def machine() -> dict[str, str]:
@@ -35,6 +38,35 @@ def best(runs: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
     float64 (runs, requests) -> float64 (requests,)
     """
     return np.min(np.stack(runs), axis=0)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of several runs of one thing."""
+
+    wall: tuple[float, ...]
+    cpu: tuple[float, ...]
+
+    @property
+    def median_wall(self) -> float:
+        return statistics.median(self.wall)
+
+    @property
+    def median_cpu(self) -> float:
+        return statistics.median(self.cpu)
+
+
+def in_turn(runs: dict[str, Callable[[], object]], turns: int) -> dict[str, Timing]:
+    """Run each thing once a turn, one after the other, so that the machine's drift hits all."""
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(turns):
+        for name, run in runs.items():
+            wall_start, cpu_start = time.perf_counter(), time.process_time()
+            run()
+            wall[name].append(time.perf_counter() - wall_start)
+            cpu[name].append(time.process_time() - cpu_start)
+    return {name: Timing(tuple(wall[name]), tuple(cpu[name])) for name in runs}
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

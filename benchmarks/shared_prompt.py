@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from report import in_turn, report
+from measure import in_turn, machine, print_table, write_json
 
 from radixkv import LLM, RequestOutput, SamplingParams
 from radixkv.model.loading import load_model
@@ -88,15 +88,17 @@ def main() -> None:
         ]
         for name, timing in times.items()
     ]
-    report(
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print_table(
         f"{len(prompts)} chats, {width} prompt tokens, {options.max_tokens} new tokens each, "
         f"{options.dtype}, {options.threads} threads; medians of {options.turns} turns",
-        ["", "wall s", "CPU s", "tokens/s", "× wall", "× CPU"],
+        ["", "wall s", "CPU s", "tokens/s", "x wall", "x CPU"],
         rows,
-        options.output,
-        wall={name: timing.wall for name, timing in times.items()},
-        cpu={name: timing.cpu for name, timing in times.items()},
     )
+    results = {
+        names[name]: {"wall_s": timing.wall, "cpu_s": timing.cpu} for name, timing in times.items()
+    }
+    write_json(options.output, results)
 
 
 if __name__ == "__main__":
