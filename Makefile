@@ -10,8 +10,8 @@ setup: .venv/.ready
 # torch goes first and alone, so that the pinned CPU build satisfies every later requirement.
 .venv/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install -qq --disable-pip-version-check --editable '.[dev]'
 	touch $@
 
 demo: setup
