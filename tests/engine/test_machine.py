@@ -274,7 +274,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(raw=raw_tokens, steps=st.integers(1, 3))
     def preempt_branches(self, raw: bytes, steps: int) -> None:
         """Take a request out whose branches are on their way, and let it come back."""
-        self._add(tuple(byte % VOCABULARY for byte in raw[:6]), 3, ())
+        self._add(tuple(byte % VOCABULARY for byte in raw), 3, ())
+        self.step(1)
+        for request in self.engine.scheduler.running[:]:
+            if request.is_fresh and request.to_prefill and request.params.n > 1:
+                self.engine.scheduler.requeue(request)
+                break
         self.step(steps)
         for request in self.engine.scheduler.running[:]:
             if sum(branch.sequence is not None for branch in request.branches) > 1:
@@ -355,19 +360,23 @@ def test_any_order_of_requests_and_accidents(monkeypatch: pytest.MonkeyPatch) ->
     # Share every run, or the short prompts of the machine would share none.
     monkeypatch.setattr(radixkv.engine.runner, "make_batch", partial(make_batch, sharing_pays=0))
     EngineMachine.fired.clear()
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=150,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            # What fails is small enough to read; shrinking it would take minutes.
-            phases=[Phase.explicit, Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    for attempt in range(4):
+        # What is rare may need more than one round; the first is the same every time.
+        run_state_machine_as_test(
+            EngineMachine,
+            settings=settings(
+                max_examples=150,
+                stateful_step_count=40,
+                deadline=None,
+                derandomize=attempt == 0,
+                database=None,
+                # What fails is small enough to read; shrinking it would take minutes.
+                phases=[Phase.explicit, Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        if all(EngineMachine.fired[situation] for situation in SITUATIONS):
+            break
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
