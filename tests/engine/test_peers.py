@@ -168,7 +168,7 @@ def test_09_namespaces_separate_and_share_within() -> None:
 
 def test_11_pool_exactly_full_never_evicts_what_was_just_matched() -> None:
     engine = make_engine(num_blocks=4, block_size=4)
-    first = engine.add_request(tokens(11, 8), SamplingParams(max_tokens=9, ignore_eos=True))
+    first = engine.add_request(tokens(11, 8), SamplingParams(max_tokens=9, seed=1, ignore_eos=True))
     run(engine)
     assert engine.cache.pool.num_free == 0
     # Two cached blocks and two new ones: the pool to its last block.
@@ -273,7 +273,7 @@ def test_16_one_off_requests_do_not_flush_the_hot_prefix() -> None:
         engine.add_request(hot, SamplingParams(max_tokens=1))
         run(engine)
         for index in range(20):
-            engine.add_request(tokens(40 + index, 20), SamplingParams(max_tokens=2), **hint)
+            engine.add_request(tokens(40 + index, 20), SamplingParams(max_tokens=2, seed=1), **hint)
             run(engine)
         match = engine.cache.match(hot)
         check_over(engine)
@@ -287,12 +287,14 @@ def test_18_seeds_do_not_depend_on_batch_mates() -> None:
     prompt = tokens(18, 11)
     params = SamplingParams(n=4, max_tokens=10, seed=77, ignore_eos=True)
 
+    mate = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+
     def answers(engine: Engine, others: int = 0) -> list[list[int]]:
         for index in range(others // 2):
-            engine.add_request(tokens(50 + index, 9), SamplingParams(max_tokens=12))
+            engine.add_request(tokens(50 + index, 9), mate)
         request = engine.add_request(prompt, params)
         for index in range(others // 2):
-            engine.add_request(tokens(90 + index, 5), SamplingParams(max_tokens=12))
+            engine.add_request(tokens(90 + index, 5), mate)
         run(engine)
         return [branch.stream.token_ids for branch in request.branches]
 
