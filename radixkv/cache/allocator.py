@@ -15,6 +15,12 @@ from radixkv.cache.stats import Counters
 from radixkv.cache.tree import RadixTree
 from radixkv.errors import OutOfBlocksError
 
+# Eviction frees at least so many blocks at once, so that most allocations find the free list long
+# enough: but never more than this share of the pool, for a cached block is worth more than a free
+# one. Small pools evict what is missing and no more.
+EVICTION_PORTION = 64
+EVICTION_SHARE = 256
+
 
 class BlockAllocator:
     """Hands out blocks, evicting from the tree when the free list is too short.
@@ -34,6 +40,7 @@ class BlockAllocator:
         self.pending: set[int] = set()
         self.late: dict[int, CopyOrder] = {}
         self._orders: list[CopyOrder] = []
+        self._portion = min(EVICTION_PORTION, pool.num_blocks // EVICTION_SHARE)
 
     def require(self, count: int, match: Match | None = None) -> None:
         """Raise `OutOfBlocksError` unless ``count`` blocks are free or can be evicted.
@@ -47,7 +54,7 @@ class BlockAllocator:
             raise OutOfBlocksError(count, free, evictable, held)
 
     def allocate(self, count: int) -> BlockIds[int]:
-        """Take ``count`` blocks, each held by one table; may evict.
+        """Take ``count`` blocks, each held by one table; may evict, and somewhat more than that.
 
         Raises
         ------
@@ -58,7 +65,7 @@ class BlockAllocator:
         if missing > 0:
             if missing > self.tree.num_evictable:
                 self.require(count)
-            self.tree.evict(missing)
+            self.tree.evict(max(missing, min(self._portion, self.tree.num_evictable)))
         return self.pool.allocate(count)
 
     def release(self, blocks: BlockIds[int]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from sortedcontainers import SortedKeyList
 
-from radixkv.cache.hashing import BlockHash, common_prefix
+from radixkv.cache.hashing import TOKEN_BYTES, BlockHash, common_prefix
 from radixkv.cache.node import RadixNode
 
-# Up to this many children are compared one by one; above it they are kept in order as well.
+# Up to this many children that begin alike are compared one by one; more are kept in order.
 SCAN_LIMIT = 8
 
 
@@ -20,23 +20,23 @@ class Children:
     the child that shares the longest part of a block with a sequence that diverges inside it.
     """
 
-    __slots__ = ("_block_bytes", "_block_hash", "_by_hash", "_collided", "_open", "_ordered")
+    __slots__ = ("_alike", "_block_bytes", "_block_hash", "_by_hash", "_collided", "_num_open")
 
     def __init__(self, block_bytes: int, block_hash: BlockHash) -> None:
         self._block_bytes = block_bytes
         self._block_hash = block_hash
         self._by_hash: dict[int, RadixNode] = {}
         self._collided: list[RadixNode] = []
-        self._open: list[RadixNode] = []
-        self._ordered: SortedKeyList | None = None
+        self._num_open = 0
+        # By their first token: only these can share a part of a block.
+        self._alike: dict[bytes, list[RadixNode] | SortedKeyList] = {}
 
     def __len__(self) -> int:
-        return len(self._by_hash) + len(self._collided) + len(self._open)
+        return len(self._by_hash) + len(self._collided) + self._num_open
 
     def __iter__(self) -> Iterator[RadixNode]:
-        yield from self._by_hash.values()
-        yield from self._collided
-        yield from self._open
+        for alike in self._alike.values():
+            yield from alike
 
     def _first(self, node: RadixNode) -> bytes:
         return bytes(node.tokens[: self._block_bytes])
@@ -44,7 +44,7 @@ class Children:
     @property
     def has_open(self) -> bool:
         """Whether any child's only block is open."""
-        return bool(self._open)
+        return self._num_open > 0
 
     def find(self, first_block: bytes) -> RadixNode | None:
         """The child that begins with exactly this full block; O(1)."""
@@ -62,12 +62,10 @@ class Children:
         In the order of their bytes, neighbours share the longest prefixes; so the answer stands
         next to the place where ``first_block`` would be inserted.
         """
-        candidates: Iterator[RadixNode] | list[RadixNode]
-        if self._ordered is None:
-            candidates = iter(self)
-        else:
-            place = self._ordered.bisect_key_left(first_block)
-            candidates = self._ordered[max(place - 1, 0) : place + 1]
+        candidates = self._alike.get(first_block[:TOKEN_BYTES], ())
+        if isinstance(candidates, SortedKeyList):
+            place = candidates.bisect_key_left(first_block)
+            candidates = candidates[max(place - 1, 0) : place + 1]
         best, best_common = None, 0
         size = self._block_bytes
         for node in candidates:
@@ -80,21 +78,30 @@ class Children:
         """Add a child whose first block differs from every other child's; O(log n)."""
         first = self._first(node)
         if len(first) < self._block_bytes:
-            self._open.append(node)
+            self._num_open += 1
         elif self._by_hash.setdefault(self._block_hash(first), node) is not node:
             self._collided.append(node)
-        if self._ordered is not None:
-            self._ordered.add(node)
-        elif len(self) > SCAN_LIMIT:
-            self._ordered = SortedKeyList(self, key=self._first)
+        token = first[:TOKEN_BYTES]
+        alike = self._alike.get(token)
+        if alike is None:
+            self._alike[token] = [node]
+        elif isinstance(alike, SortedKeyList):
+            alike.add(node)
+        else:
+            alike.append(node)
+            if len(alike) > SCAN_LIMIT:
+                self._alike[token] = SortedKeyList(alike, key=self._first)
 
     def remove(self, node: RadixNode) -> None:
         """Take a child out; its tokens must be those it was added with. O(log n)."""
         first = self._first(node)
-        if self._ordered is not None:
-            self._ordered.remove(node)
+        token = first[:TOKEN_BYTES]
+        alike = self._alike[token]
+        alike.remove(node)
+        if not alike:
+            del self._alike[token]
         if len(first) < self._block_bytes:
-            self._open.remove(node)
+            self._num_open -= 1
             return
         key = self._block_hash(first)
         if self._by_hash[key] is not node:

@@ -1,14 +1,17 @@
-"""Which unheld leaf goes first: policies are keys, the queue is a sorted container.
+"""Which unheld leaf goes first: policies are keys, the queue is a heap.
 
 The queue holds exactly the leaves whose last block nobody holds, so picking a victim costs
-O(log n) whatever the size of the tree; nothing is ever rebuilt.
+O(log n) whatever the size of the tree. A leaf that is taken out leaves an empty entry behind, which
+is dropped when it comes up, or when there are as many empty entries as leaves.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, ClassVar
 
 from sortedcontainers import SortedList
@@ -18,7 +21,10 @@ from radixkv.cache.retention import priority_at
 from radixkv.errors import ConfigError
 
 Key = tuple[float, ...]
-QueueEntry = tuple[Any, ...]  # (*key, serial, node): flat, for comparing is what costs
+QueueEntry = list[Any]  # [key, serial, tick, node], or None for the node once it was taken out
+
+# Empty entries are let be up to this many, however few leaves there are.
+EMPTY_ENTRIES = 64
 
 
 class EvictionPolicy:
@@ -117,52 +123,64 @@ class EvictionQueue:
     def __init__(self, policy: EvictionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy
         self.clock = clock
-        self._entries: SortedList = SortedList()
+        self._heap: list[QueueEntry] = []
+        self._num_empty = 0
+        self._tick = itertools.count()  # Two entries never compare by their nodes.
         # Leaves whose hint runs out: (expires_at, serial, node), by time and by serial.
         self._expiring: SortedList = SortedList()
         self._expiry: dict[int, tuple[float, int, RadixNode]] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._heap) - self._num_empty
 
     def put(self, node: RadixNode) -> None:
         """Add a leaf, or compute its place anew; O(log n)."""
         if node.entry is not None:
             self.discard(node)
-        expires_at = node.retention.expires_at
-        now = 0.0
-        if expires_at != math.inf:
-            now = self.clock()
-            if now < expires_at:
-                expiry = self._expiry[node.serial] = (expires_at, node.serial, node)
-                self._expiring.add(expiry)
-        node.entry = (*self.policy.key(node, now), node.serial, node)
-        self._entries.add(node.entry)
+        node.entry = self._entry(node)
+        heappush(self._heap, node.entry)
+        if node.retention.expires_at != math.inf and self.clock() < node.retention.expires_at:
+            expiry = self._expiry[node.serial] = (node.retention.expires_at, node.serial, node)
+            self._expiring.add(expiry)
+
+    def _entry(self, node: RadixNode) -> QueueEntry:
+        return [self._current_key(node), node.serial, next(self._tick), node]
+
+    def _current_key(self, node: RadixNode) -> Key:
+        expires = node.retention.expires_at != math.inf
+        return self.policy.key(node, self.clock() if expires else 0.0)
 
     def discard(self, node: RadixNode) -> None:
-        """Take a leaf out if it is in; O(log n)."""
-        if node.entry is not None:
-            self._entries.remove(node.entry)
-            node.entry = None
-            if self._expiry and (expiry := self._expiry.pop(node.serial, None)) is not None:
-                self._expiring.remove(expiry)
+        """Take a leaf out if it is in; O(1), amortised."""
+        if node.entry is None:
+            return
+        node.entry[-1] = None
+        node.entry = None
+        self._num_empty += 1
+        if self._num_empty > EMPTY_ENTRIES and self._num_empty * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[-1] is not None]
+            heapify(self._heap)
+            self._num_empty = 0
+        if self._expiry and (expiry := self._expiry.pop(node.serial, None)) is not None:
+            self._expiring.remove(expiry)
 
     def victim(self) -> RadixNode:
         """The leaf to evict from next; it stays in the queue. O(log n), amortised over uses."""
         if self._expiring:
             self._demote_expired()
+        heap, moved = self._heap, None
         while True:
-            entry: QueueEntry = self._entries[0]
-            node: RadixNode = entry[-1]
-            if entry[:-2] == self._current_key(node):
+            entry = heap[0]
+            node: RadixNode | None = entry[-1]
+            if node is None:
+                heappop(heap)
+                self._num_empty -= 1
+            # A place computed in this very call is good, even if the policy rolls dice.
+            elif entry is moved or entry[0] == self._current_key(node):
                 return node
-            self.put(node)
-            if self._entries[0] is node.entry:
-                return node
-
-    def _current_key(self, node: RadixNode) -> Key:
-        expires = node.retention.expires_at != math.inf
-        return self.policy.key(node, self.clock() if expires else 0.0)
+            else:
+                node.entry = moved = self._entry(node)
+                heapreplace(heap, moved)
 
     def _demote_expired(self) -> None:
         now = self.clock()
@@ -171,5 +189,5 @@ class EvictionQueue:
 
     def nodes(self) -> list[RadixNode]:
         """All evictable leaves, the next victim first; O(n log n)."""
-        nodes: list[RadixNode] = [entry[-1] for entry in self._entries]
+        nodes: list[RadixNode] = [entry[-1] for entry in self._heap if entry[-1] is not None]
         return sorted(nodes, key=lambda node: (self._current_key(node), node.serial))

@@ -26,6 +26,8 @@ BlockHash = Callable[[bytes], int]
 TOKEN_BYTES = 4
 TOKEN_DTYPE = np.dtype("<i4")
 
+_LISTS = (list, tuple, range)
+_all_bits = np.bitwise_or.reduce
 _TOO_WIDE = "token ids must fit a 32-bit signed integer"
 
 default_block_hash: BlockHash = xxhash.xxh3_64_intdigest
@@ -39,7 +41,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
     RequestError
         If the tokens are not one-dimensional integers that fit an int32.
     """
-    if isinstance(tokens, list | tuple | range):
+    if isinstance(tokens, _LISTS):
         try:
             return array("i", tokens).tobytes()
         except OverflowError:
@@ -47,7 +49,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
         except TypeError as error:
             raise RequestError(f"token ids must be integers: {error}") from None
     ids = np.asarray(tokens)
-    if ids.size == 0:
+    if not ids.size:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RequestError(
@@ -59,7 +61,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
     narrow = ids.astype(TOKEN_DTYPE)
     # All bits of all ids at once show that none is negative or too wide, at a third of the cost
     # of comparing the narrow ids with the wide ones.
-    if int(np.bitwise_or.reduce(ids)) >> 31 and np.count_nonzero(narrow != ids):
+    if int(_all_bits(ids)) >> 31 and np.count_nonzero(narrow != ids):
         raise RequestError(_TOO_WIDE)
     return narrow.tobytes()
 

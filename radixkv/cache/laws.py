@@ -97,6 +97,7 @@ def _check_siblings(tree: RadixTree, nodes: list[RadixNode]) -> None:
         if parent.children is None:
             continue
         firsts = sorted(bytes(child.tokens[: tree.block_bytes]) for child in parent.children)
+        _demand(len(firsts) == len(parent.children), 9, "children are counted wrongly")
         for left, right in pairwise(firsts):
             _demand(not right.startswith(left), 9, "two children hold the same tokens")
         for child in parent.children:
@@ -104,9 +105,9 @@ def _check_siblings(tree: RadixTree, nodes: list[RadixNode]) -> None:
             first = bytes(child.tokens[: tree.block_bytes])
             if len(first) == tree.block_bytes:
                 found = parent.children.find(first)
-            else:
-                found = parent.children.closest(first)[0]
-            _demand(found is child, 5, "a child cannot be found by its tokens")
+                _demand(found is child, 5, "a child cannot be found by its tokens")
+            alike = parent.children.closest(first)[0]
+            _demand(alike is child, 5, "a child cannot be found by likeness")
     for root in tree.roots.values():
         _demand(root.children is not None, 12, "an empty namespace was kept")
 

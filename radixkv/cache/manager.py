@@ -286,8 +286,9 @@ class PrefixCache:
             The KV will be computed by the step being scheduled; `settle` or `abort` must follow.
             Until then the sequence can be forked or released, but not changed.
         """
-        sequence.check_usable()
-        length = sequence.num_tokens
+        if sequence.closed or sequence.withdrawn:
+            sequence.check_usable()
+        length = len(sequence.data) // TOKEN_BYTES
         stop = length if num_tokens is None else num_tokens
         if not sequence.num_computed <= stop <= length:
             raise RequestError(

@@ -114,6 +114,8 @@ def longest_match(
         length = len(run)
         if data.startswith(run, offset):
             common = length
+        elif size - offset < length and run.startswith(data[offset:]):
+            common = size - offset
         else:
             common = common_prefix_at(data, offset, run) * TOKEN_BYTES
         matched = common // block_bytes

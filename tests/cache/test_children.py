@@ -111,11 +111,14 @@ def test_an_open_child_is_found_by_likeness_alone() -> None:
 
 def test_many_children_are_kept_in_order() -> None:
     children = Children(4 * SIZE, default_block_hash)
-    nodes = [node(number, number, number) for number in range(50)]
+    nodes = [node(5, number, number) for number in range(50)]
     for child in nodes[::-1]:
         children.add(child)
     for number in range(50):
-        assert children.closest(first(number, number, 99)) == (nodes[number], 2)
+        assert children.closest(first(5, number, 99)) == (nodes[number], 2)
     assert children.closest(first(99)) == (None, 0)
     children.remove(nodes[49])
-    assert children.closest(first(49, 49, 49)) == (None, 0)
+    assert children.closest(first(5, 49, 49))[1] == 1
+    for child in nodes[:49]:
+        children.remove(child)
+    assert children.closest(first(5, 49, 49)) == (None, 0)

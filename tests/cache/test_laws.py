@@ -65,8 +65,23 @@ def add_double(world: World) -> None:
     )
     assert world.root_child.children is not None
     world.root_child.children._collided.append(twin)
+    world.root_child.children._alike[bytes(twin.tokens[:4])].append(twin)
     cache.tree.num_evictable += 1
     cache.tree.queue.put(twin)
+
+
+def miscount_children(world: World) -> None:
+    assert world.root_child.children is not None
+    world.root_child.children._num_open += 1
+
+
+def hide_from_likeness(world: World) -> None:
+    """A child that is found by its hash, and alike to others by mistake."""
+    children = world.root_child.children
+    assert children is not None
+    alike = children._alike
+    keys = list(alike)
+    alike[keys[0]], alike[keys[1]] = alike[keys[1]], alike[keys[0]]
 
 
 def hide_from_search(world: World) -> None:
@@ -88,7 +103,8 @@ def keep_an_empty_container(world: World) -> None:
 
 
 def queue_twice(world: World) -> None:
-    world.cache.tree.queue._entries.add((*world.unheld.entry, None)[:-1])  # type: ignore[misc]
+    assert world.unheld.entry is not None
+    world.cache.tree.queue._heap.append(list(world.unheld.entry))
 
 
 def open_with_children(world: World) -> None:
@@ -221,6 +237,8 @@ BROKEN: list[tuple[int, str, Callable[[World], object]]] = [
     (8, "an open block has children", open_with_children),
     (8, "an empty container of children", keep_an_empty_container),
     (9, "two children hold the same tokens", add_double),
+    (9, "children are counted wrongly", miscount_children),
+    (5, "a child cannot be found by likeness", hide_from_likeness),
     (10, "a child was used after its parent", lambda w: setattr(w.unheld, "last_used", 999)),
     (12, "an empty namespace was kept", keep_an_empty_root),
     (13, "more hits than queries", lambda w: setattr(w.cache.counters, "query_tokens", 0)),

@@ -122,8 +122,8 @@ PLANTED = [
     Planted(
         "a use does not save a leaf that is queued already",
         "eviction.py",
-        "if entry[:-2] == self._current_key(node):",
-        "if True:",
+        "elif entry is moved or entry[0] == self._current_key(node):",
+        "elif True:",
         "test_eviction.py::test_a_use_in_the_meantime_is_noticed",
     ),
     Planted(
@@ -143,8 +143,8 @@ PLANTED = [
     Planted(
         "hints that ran out pile up",
         "eviction.py",
-        "                self._expiring.remove(expiry)\n",
-        "                pass\n",
+        "            self._expiring.remove(expiry)\n",
+        "            pass\n",
         "test_eviction.py::test_the_record_of_hints_does_not_grow_and_keeps_nobody_alive",
     ),
     Planted(
@@ -285,8 +285,8 @@ PLANTED = [
     Planted(
         "a neighbour to the left is overlooked",
         "children.py",
-        "self._ordered[max(place - 1, 0) : place + 1]",
-        "self._ordered[place : place + 1]",
+        "candidates[max(place - 1, 0) : place + 1]",
+        "candidates[place : place + 1]",
         "test_children.py::test_many_children_are_kept_in_order",
     ),
     Planted(
