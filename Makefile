@@ -12,6 +12,7 @@ setup: .venv/.ready
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install -qq --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m radixkv.native.build --if-possible
 	touch $@
 
 demo: setup

@@ -9,6 +9,7 @@ RadixKVError
 ├── SequenceClosedError                   a released sequence was used again
 ├── ModelLoadError                        a model that could not be found, read or stored
 │   └── ModelNotSupportedError            a model class whose state a paged KV cache cannot hold
+├── NativeBuildError                      the compiled operators could not be built here
 ├── NumericalError                        NaN logits: the request fails, the engine goes on
 ├── EngineStoppedError                    the engine was shut down, or its step failed
 └── CacheInvariantError                   a law of the cache was broken; never caught
@@ -67,6 +68,10 @@ class ModelLoadError(RadixKVError):
 
 class ModelNotSupportedError(ModelLoadError):
     """A model whose state cannot live in a paged KV cache; the message gives the reason."""
+
+
+class NativeBuildError(RadixKVError):
+    """The compiled operators could not be built here; everything works without them, slower."""
 
 
 class NumericalError(RadixKVError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import TokenizersBackend
 
-from radixkv.attention import KVStore, TorchBackend
+from radixkv.attention import KVStore, choose_backend
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import SamplingParams, Tokenizer
@@ -119,7 +119,7 @@ class LLM:
             CacheConfig(num_blocks=num_blocks, block_size=block_size, eviction=eviction)
         )
         self.engine = Engine(
-            ModelRunner(self._adapter, TorchBackend(store), EngineCounters()),
+            ModelRunner(self._adapter, choose_backend(store), EngineCounters()),
             self.cache,
             engine_config,
             vocab_size=model.vocab_size,

@@ -17,14 +17,16 @@ FLOORS = ["cache", "attention", "model", "engine", "llm", "cli"]
 EVERYWHERE = {"errors", "config"}
 ALLOWED = {
     "cache": {"cache"},
-    "attention": {"attention", "cache"},
+    "native": {"native", "folders"},
+    "attention": {"attention", "cache", "native"},
     "decoding": {"decoding"},
-    "model": {"model", "attention", "cache"},
+    "model": {"model", "attention", "cache", "folders"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "llm": {"memory", "model", "attention", "cache", "decoding", "engine"},
     "memory": set(),
     "workloads": {"workloads"},
     "errors": set(),
+    "folders": set(),
     "config": {"cache"},  # for types alone, see below
     "cli": {"cli", "llm", "memory", "model", "attention", "cache", "decoding", "engine"}
     | {"workloads"},

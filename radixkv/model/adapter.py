@@ -26,6 +26,7 @@ from radixkv.attention import (
     make_batch,
 )
 from radixkv.errors import ModelNotSupportedError
+from radixkv.model.blocks import FusedAdapter, can_fuse
 from radixkv.model.cache_adapter import CacheAdapter
 from radixkv.model.function_adapter import IMPLEMENTATION, FunctionAdapter
 from radixkv.model.layers import (
@@ -119,7 +120,8 @@ def _kinds(model: Model) -> list[Callable[[Model], ModelAdapter]]:
     if counts_tokens(model):
         return [one_by_one]
     if type(model)._can_set_attn_implementation():
-        return [FunctionAdapter, CacheAdapter, one_by_one]
+        fused: list[Callable[[Model], ModelAdapter]] = [FusedAdapter] if can_fuse(model) else []
+        return [*fused, FunctionAdapter, CacheAdapter, one_by_one]
     return [CacheAdapter, one_by_one]
 
 

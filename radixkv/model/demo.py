@@ -33,6 +33,7 @@ import xxhash
 from filelock import FileLock
 
 from radixkv.errors import ModelLoadError
+from radixkv.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,6 @@ _STAGING = ".staging-"
 
 # transformers keeps its verbosity in globals, so only one thread at a time may change it.
 _quiet_lock = threading.RLock()
-
-
-def cache_folder() -> Path:
-    """The folder for everything that radixkv keeps: ``$RADIXKV_CACHE``, else the XDG cache."""
-    if own := os.environ.get("RADIXKV_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "radixkv"
 
 
 def demo_model_path(progress: Progress | None = None) -> Path:

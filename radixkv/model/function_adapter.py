@@ -44,7 +44,7 @@ AttentionCall = Callable[..., torch.Tensor]
 _running = threading.local()
 
 
-def _paged_attention(
+def paged_attention(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -53,6 +53,7 @@ def _paged_attention(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
+    """What transformers' attention functions are, for the step that is running."""
     call: AttentionCall | None = getattr(_running, "call", None)
     if call is None:
         raise RuntimeError("this model is being served by radixkv; close its adapter to call it")
@@ -60,7 +61,7 @@ def _paged_attention(
     return call(module, query, key, value, scaling, keywords), None
 
 
-AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 @contextmanager

@@ -43,9 +43,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-@pytest.fixture(scope="session")
-def tiny() -> LoadedModel:
-    """A random two-layer Llama whose logits depend on everything before them."""
+def tiny_llama() -> LlamaForCausalLM:
+    """A random two-layer Llama whose logits depend on everything before them; always the same."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -61,12 +60,17 @@ def tiny() -> LoadedModel:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.15)
-    model.requires_grad_(False)
-    tokenizer = byte_tokenizer()
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> LoadedModel:
+    """`tiny_llama`, to be served."""
+    model, tokenizer = tiny_llama(), byte_tokenizer()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        config=config,
+        config=model.config,
         name="tiny",
         eos_token_ids=(tokenizer.eos_token_id,),
         max_model_len=512,
@@ -112,13 +116,12 @@ def make_llm(tiny: LoadedModel) -> Iterator[Callable[..., LLM]]:
 @pytest.fixture(scope="session")
 def reference(tiny: LoadedModel) -> Callable[[list[int], int], list[int]]:
     """Hugging Face's own greedy continuation of one prompt."""
+    model = tiny_llama()  # The one that is served has other layers meanwhile.
 
     @torch.inference_mode()
     def continue_(prompt: list[int], max_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])
-        before = tiny.model.config._attn_implementation
-        tiny.model.set_attn_implementation("sdpa")
-        out = tiny.model.generate(
+        out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -126,7 +129,6 @@ def reference(tiny: LoadedModel) -> Callable[[list[int], int], list[int]]:
             eos_token_id=tiny.eos_token_ids[0],
             pad_token_id=tiny.eos_token_ids[0],
         )
-        tiny.model.set_attn_implementation(before)
         return out[0, len(prompt) :].tolist()
 
     return continue_

@@ -67,6 +67,18 @@ def test_seeds(make_llm: MakeLLM) -> None:
     )
 
 
+def test_a_closed_llm_leaves_the_model_as_it_was(make_llm: MakeLLM, tiny: LoadedModel) -> None:
+    before = {name: value.clone() for name, value in tiny.model.state_dict().items()}
+    kinds = [type(module) for module in tiny.model.modules()]
+    llm = make_llm()
+    assert [type(module) for module in tiny.model.modules()] != kinds
+    llm.close()
+    assert [type(module) for module in tiny.model.modules()] == kinds
+    after = tiny.model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 def test_logprobs(make_llm: MakeLLM, tiny: LoadedModel) -> None:
     llm = make_llm(max_num_batched_tokens=7)
     params = SamplingParams(max_tokens=5, temperature=0, logprobs=3)

@@ -24,6 +24,7 @@ from radixkv.attention.batch import table_slots
 from radixkv.errors import ModelNotSupportedError
 from radixkv.model import function_adapter
 from radixkv.model.adapter import ModelAdapter, adapt
+from radixkv.model.blocks import FusedAdapter
 from radixkv.model.cache_adapter import CacheAdapter
 from radixkv.model.function_adapter import FunctionAdapter
 
@@ -40,24 +41,27 @@ TOLERANCE = 1e-4
 # What a feature that is switched off must change at least.
 MATTERS = 1e-2
 
+BY_FUSED_BLOCKS = """
+    exaone gemma gemma2 gemma3_text granite internlm3 llama mistral olmo2 olmo3 phi3 qwen2 qwen3
+    smollm3
+"""
 BY_FUNCTION = """
     afmoe apertus apertus1p5_text arcee aria_text axk1 beam bert bert-generation biogpt bitnet
     codegen cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 diffllama dory dots1
-    ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
-    gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-    gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
-    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 jais2 jetmoe kolibri1
-    laguna llama llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral
-    ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
-    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla seed_oss smollm3
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma3n_text gemma4_text
+    gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna llama4_text longcat_flash mellum
+    mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mixtral modernbert-decoder nanochat
+    nemotron olmo olmoe opt persimmon phi phimoe qwen2_moe qwen3_moe sarvam_mla seed_oss
     solar_open stablelm starcoder2 vaultgemma youtu
 """
 BY_CACHE = ["bloom", "doge", "falcon", "gpt_neo", "mpt", "xglm"]
 ONE_BY_ONE = ["bart", "gpt_neox_japanese", "roformer", "whisper"]
 VARIANTS = {
-    "llama multi-query": "function",
-    "llama multi-head": "function",
-    "gemma3 multimodal": "function",
+    "llama multi-query": "fused",
+    "llama multi-head": "fused",
+    "gemma3 multimodal": "fused",
     "gemma4_text experts": "function",
     "deepseek_v3 dense query": "function",
     "falcon alibi": "cache",
@@ -65,6 +69,7 @@ VARIANTS = {
     "llama4_text tempered": "one by one",
 }
 SERVED = {
+    **dict.fromkeys(BY_FUSED_BLOCKS.split(), "fused"),
     **dict.fromkeys(BY_FUNCTION.split(), "function"),
     **dict.fromkeys(BY_CACHE, "cache"),
     **dict.fromkeys(ONE_BY_ONE, "one by one"),
@@ -242,7 +247,7 @@ def difference(model: Any, texts: list[Text]) -> float:
 
 def kind_of(adapter: ModelAdapter) -> str:
     if isinstance(adapter, FunctionAdapter):
-        return "function"
+        return "fused" if isinstance(adapter, FusedAdapter) else "function"
     assert isinstance(adapter, CacheAdapter)
     return "cache" if adapter._pad else "one by one"
 

@@ -1,0 +1,125 @@
+"""NativeBackend: the compiled operators, for bfloat16 on CPUs with AMX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixkv import native
+from radixkv.attention.backend import LayerAttention
+from radixkv.attention.batch import AttentionBatch, Span
+from radixkv.attention.store import KVStore, LayerShape
+from radixkv.attention.torch_backend import TorchBackend
+
+# What the operator takes; see its checks.
+DIM_MULTIPLE = 32
+MAX_DIM = 256
+MAX_GROUPS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItems:
+    """A step's reads as the operator takes them.
+
+    Attributes
+    ----------
+    items : int32 tensor (items, 5)
+        First query token, number of tokens, where the block table begins in ``tables``, and the
+        range of key positions. Shared runs first, then what each row reads by itself.
+    tables : int32 tensor (blocks of all rows,)
+        The rows' block tables, one after the other.
+    positions, first : int64 tensors (tokens,)
+        The last and the first key that each query sees.
+    """
+
+    items: torch.Tensor
+    tables: torch.Tensor
+    positions: torch.Tensor
+    first: torch.Tensor
+
+
+def work_items(batch: AttentionBatch, span: Span) -> WorkItems:
+    """The reads of one step, for layers with this span."""
+    rows, size = batch.rows, batch.block_size
+    places = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row.table) for row in rows], out=places[1:])
+    runs = [
+        (
+            batch.offsets[run.first_row],
+            batch.offsets[run.last_row] - batch.offsets[run.first_row],
+            places[run.first_row],
+            run.first_block * size,
+            run.last_block * size,
+        )
+        for run in batch.plan.runs
+    ]
+    tails = np.empty((len(rows), 5), np.int32)
+    tails[:, 0] = batch.offsets[:-1]
+    tails[:, 1] = np.diff(batch.offsets)
+    tails[:, 2] = places[:-1]
+    tails[:, 3] = batch.plan.tail_blocks * size
+    tails[:, 4] = [row.stop for row in rows]
+    items = np.concatenate([np.array(runs, np.int32).reshape(-1, 5), tails])
+    return WorkItems(
+        torch.from_numpy(items),
+        torch.from_numpy(np.concatenate([row.table for row in rows])),
+        torch.from_numpy(batch.positions),
+        torch.from_numpy(span.first_visible(batch.positions)),
+    )
+
+
+class NativeBackend(TorchBackend):
+    """Reads every shared run once, in one operator a layer; what that cannot do, torch does."""
+
+    def forward(
+        self,
+        attention: LayerAttention,
+        batch: AttentionBatch,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        if attention.softcap or not fits(self.store.layers[attention.layer], query.shape[1]):
+            return super().forward(attention, batch, query, key, value)
+        asked, query = query.dtype, query.to(self.store.dtype)
+        if key is not None and value is not None:
+            key, value = key.to(self.store.dtype), value.to(self.store.dtype)
+            self._write(attention.layer, batch, key, value)
+        kept = ("native", attention.span)
+        reads = batch.prepared.get(kept)
+        if not isinstance(reads, WorkItems):
+            reads = batch.prepared[kept] = work_items(batch, attention.span)
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        out: torch.Tensor
+        out, lse = torch.ops.radixkv.paged_attention(
+            query,
+            self.store.keys[attention.layer],
+            self.store.values[attention.layer],
+            reads.items,
+            reads.tables,
+            reads.positions,
+            reads.first,
+            attention.scale,
+        )
+        if attention.sinks is not None:
+            # A sink adds to the denominator alone: scale by the share that the keys keep.
+            out = out * torch.sigmoid(lse - attention.sinks.float()).unsqueeze(-1)
+        return out.to(asked)
+
+
+def fits(shape: LayerShape, heads: int) -> bool:
+    """Whether the operator takes a layer of this shape."""
+    dims = (shape.key_dim, shape.value_dim)
+    groups = heads // shape.kv_heads
+    return groups <= MAX_GROUPS and all(d % DIM_MULTIPLE == 0 and d <= MAX_DIM for d in dims)
+
+
+def choose_backend(store: KVStore) -> TorchBackend:
+    """The compiled operators where they are built and take this store's keys, else torch's."""
+    if store.dtype is torch.bfloat16 and native.is_available():
+        return NativeBackend(store)
+    return TorchBackend(store)

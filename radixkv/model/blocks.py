@@ -1,0 +1,283 @@
+"""Decoder blocks of the llama shape, rewritten with fewer and larger operators.
+
+A small step spends more time between operators than in them. Here the projections of queries, keys
+and values are one product, as are gate and up; rotation is three operators for queries and keys
+together, and nothing is transposed or copied that attention does not ask for. transformers' own
+block is the reference: it comes back when the model is given back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from radixkv.model.function_adapter import FunctionAdapter, paged_attention
+from radixkv.model.layers import Model
+
+# Their forward functions were read, and differ in nothing but what `FusedBlock` looks at.
+FUSED_LAYERS = frozenset(
+    f"{family}DecoderLayer"
+    for family in (
+        "Gemma",
+        "Gemma2",
+        "Gemma3",
+        "Granite",
+        "Llama",
+        "Mistral",
+        "Olmo2",
+        "Olmo3",
+        "Phi3",
+        "Qwen2",
+        "Qwen3",
+        "SmolLM3",
+    )
+)
+
+
+class Norm:
+    """RMSNorm over the last axis, in one operator."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        module: Any = norm
+        weight = module.weight.detach()
+        # Gemma keeps the weight's distance from 1.
+        self.weight = 1.0 + weight.float() if type(norm).__name__.startswith("Gemma") else weight
+        self.eps = float(getattr(module, "variance_epsilon", None) or module.eps)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        shape = self.weight.shape
+        if self.weight.dtype == inputs.dtype:
+            return F.rms_norm(inputs, shape, self.weight, self.eps)
+        return F.rms_norm(inputs.float(), shape, self.weight.float(), self.eps).to(inputs.dtype)
+
+
+class Rotary:
+    """Rotation of heads by their positions, with what all blocks of a step share made once."""
+
+    def __init__(self) -> None:
+        self._made_of: torch.Tensor | None = None
+        self._cos = self._sin = torch.empty(0)
+
+    def rotate(
+        self, heads: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Rotate halves against each other, as transformers' ``apply_rotary_pos_emb``.
+
+        Parameters
+        ----------
+        heads : tensor (tokens, heads, dim)
+        embeddings : cos and sin, tensors (1, tokens, rotated dim)
+            What lies behind the rotated dimensions stays as it is.
+        """
+        if self._made_of is not embeddings[0]:
+            cos, sin = (part[0].unsqueeze(1).to(heads.dtype) for part in embeddings)
+            half = sin.shape[-1] // 2
+            self._cos, self._sin = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            self._made_of = embeddings[0]
+        width = self._cos.shape[-1]
+        if width == heads.shape[-1]:
+            return torch.addcmul(heads * self._cos, heads.roll(width // 2, -1), self._sin)
+        turned = heads[..., :width]
+        turned = torch.addcmul(turned * self._cos, turned.roll(width // 2, -1), self._sin)
+        return torch.cat((turned, heads[..., width:]), -1)
+
+
+class FusedBlock(nn.Module):
+    """Takes the place of one decoder layer whose class stands in `FUSED_LAYERS`."""
+
+    def __init__(self, layer: Any, rotary: Rotary) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        # In a tuple, so that its parameters are no longer the model's.
+        self._own = (layer,)
+        self.rotary = rotary
+        self.head_dim: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.rotates: bool = bool(getattr(attention, "use_rope", True))
+        self.qkv_proj = _joined(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        self.o_proj = attention.o_proj
+        self.gate_up_proj = _joined(mlp, ("gate_proj", "up_proj"), "gate_up_proj")
+        self.down_proj = mlp.down_proj
+        self.activation = getattr(mlp, "act_fn", None) or mlp.activation_fn
+        config = attention.config
+        self.key_width: int = config.num_key_value_heads * self.head_dim
+        self.query_width: int = config.num_attention_heads * self.head_dim
+        self.keywords = {
+            "sliding_window": getattr(attention, "sliding_window", None),
+            "softcap": getattr(attention, "attn_logit_softcapping", None),
+        }
+        self.query_norm, self.key_norm = _norm(attention, "q_norm"), _norm(attention, "k_norm")
+        self.residual_scale = float(getattr(layer, "residual_multiplier", 1.0))
+        self._place_norms(layer)
+
+    def _place_norms(self, layer: Any) -> None:
+        """Before, after, or on both sides of attention and of the feed-forward network."""
+        between = _norm(layer, "post_attention_layernorm")
+        self.norm_before_attention = _norm(layer, "input_layernorm")
+        self.norm_after_mlp = _norm(layer, "post_feedforward_layernorm")
+        if self.norm_after_mlp is None:
+            self.norm_after_attention, self.norm_before_mlp = None, between
+        else:
+            self.norm_after_attention = between
+            self.norm_before_mlp = _norm(layer, "pre_feedforward_layernorm")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # What a model reads off its layers, such as their type.
+            return getattr(self.__dict__["_own"][0], name)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """As the layer's own forward, for one flattened row of tokens; (1, tokens, hidden)."""
+        hidden = hidden_states[0]
+        inputs = self.norm_before_attention(hidden) if self.norm_before_attention else hidden
+        outputs = self._attend(inputs, attention_mask, position_embeddings)
+        hidden = self._add(hidden, outputs, self.norm_after_attention)
+        inputs = self.norm_before_mlp(hidden) if self.norm_before_mlp else hidden
+        gate, up = self.gate_up_proj(inputs).chunk(2, -1)
+        outputs = self.down_proj(self.activation(gate).mul_(up))
+        return self._add(hidden, outputs, self.norm_after_mlp)[None]
+
+    def _add(self, hidden: torch.Tensor, outputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is not None:
+            outputs = norm(outputs)
+        return torch.add(hidden, outputs, alpha=self.residual_scale)
+
+    def _attend(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        embeddings: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        projected = self.qkv_proj(inputs)
+        turning = self.query_width + self.key_width
+        if self.query_norm is not None and self.key_norm is not None:
+            queries = self._normed(projected[:, : self.query_width], self.query_norm)
+            keys = self._normed(projected[:, self.query_width : turning], self.key_norm)
+            heads = torch.cat((queries, keys), 1)
+        else:
+            heads = projected[:, :turning].unflatten(1, (-1, self.head_dim))
+        if self.rotates and embeddings is not None:
+            heads = self.rotary.rotate(heads, embeddings)
+        values = projected[:, turning:].unflatten(1, (-1, self.head_dim)).transpose(0, 1)[None]
+        heads = heads.transpose(0, 1)[None]
+        queries, keys = heads.split((heads.shape[1] - values.shape[1], values.shape[1]), 1)
+        attended, _ = paged_attention(
+            self._own[0].self_attn, queries, keys, values, attention_mask, self.scaling,
+            **self.keywords,
+        )  # fmt: skip
+        output: torch.Tensor = self.o_proj(attended[0].flatten(1))
+        return output
+
+    def _normed(self, flat: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Normalised over each head, or over all of them; (tokens, heads, dim)."""
+        each = norm.weight.numel() == self.head_dim
+        heads: torch.Tensor = (flat if each else norm(flat)).unflatten(1, (-1, self.head_dim))
+        return norm(heads) if each else heads
+
+    def restored(self) -> nn.Module:
+        """The layer that this block replaced, with its weights."""
+        layer = self._own[0]
+        _split(layer.self_attn, ("q_proj", "k_proj", "v_proj"), self.qkv_proj)
+        layer.self_attn.o_proj = self.o_proj
+        _split(layer.mlp, ("gate_proj", "up_proj"), self.gate_up_proj)
+        layer.mlp.down_proj = self.down_proj
+        own: nn.Module = layer
+        return own
+
+
+class FusedAdapter(FunctionAdapter):
+    """A `FunctionAdapter` over fused blocks."""
+
+    def __init__(self, model: Model) -> None:
+        fuse_blocks(model)
+        try:
+            super().__init__(model)
+        except BaseException:
+            restore_blocks(model)
+            raise
+
+    def close(self) -> None:
+        """Give the model its own attention and layers back."""
+        super().close()
+        restore_blocks(self.model)
+
+
+def can_fuse(model: Model) -> bool:
+    """Whether the model has decoder layers of the llama shape."""
+    return any(_can_fuse(layer) for layers in _layer_lists(model) for layer in layers)
+
+
+def fuse_blocks(model: Model) -> None:
+    """Replace the model's decoder layers of the llama shape."""
+    rotary = Rotary()
+    for layers in _layer_lists(model):
+        for index, layer in enumerate(layers):
+            if _can_fuse(layer):
+                layers[index] = FusedBlock(layer, rotary)
+
+
+def restore_blocks(model: Model) -> None:
+    """Give the model its own layers back, with the weights it has now."""
+    for layers in _layer_lists(model):
+        for index, layer in enumerate(layers):
+            if isinstance(layer, FusedBlock):
+                layers[index] = layer.restored()
+
+
+def _layer_lists(model: Model) -> list[nn.ModuleList]:
+    return [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+
+
+def _can_fuse(layer: nn.Module) -> bool:
+    kind = type(layer)
+    known = kind.__name__ in FUSED_LAYERS and kind.__module__.startswith("transformers.models.")
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+    return known and not layer.training and not hooked
+
+
+def _norm(parent: Any, name: str) -> Norm | None:
+    norm = getattr(parent, name, None)
+    return None if norm is None else Norm(norm)
+
+
+def _joined(parent: Any, names: tuple[str, ...], whole: str) -> nn.Module:
+    """One linear layer in place of several that read the same input; theirs are emptied."""
+    if hasattr(parent, whole):
+        joined: nn.Module = getattr(parent, whole)
+        return joined
+    parts = [getattr(parent, name) for name in names]
+    linear = nn.Linear(
+        parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta"
+    )
+    weight = torch.cat([part.weight.detach() for part in parts])
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if parts[0].bias is not None:
+        bias = torch.cat([part.bias.detach() for part in parts])
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    for part in parts:
+        part.weight = part.bias = None
+    return linear.eval()
+
+
+def _split(parent: Any, names: tuple[str, ...], linear: Any) -> None:
+    """Give linear layers their share of a joined one's weight back."""
+    if not hasattr(parent, names[0]):
+        return  # The model joins them itself.
+    parts = [getattr(parent, name) for name in names]
+    sizes = [part.out_features for part in parts]
+    weights = linear.weight.detach().split(sizes)
+    biases = [None] * len(parts) if linear.bias is None else linear.bias.detach().split(sizes)
+    for part, weight, bias in zip(parts, weights, biases, strict=True):
+        part.weight = nn.Parameter(weight, requires_grad=False)
+        part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)

@@ -1,0 +1,59 @@
+"""Compiled operators for CPUs: optional, built once for this machine, found by what they depend on.
+
+Without them torch's own operators do the same work. `python -m radixkv.native.build` builds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import platform
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from radixkv.folders import cache_folder
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "attention.cpp"
+
+
+def source_path() -> Path:
+    """The operators' source, as it lies in the package."""
+    return Path(str(resources.files(__name__) / SOURCE))
+
+
+def missing_feature() -> str | None:
+    """What this machine lacks for the compiled operators; None if nothing."""
+    if platform.system() != "Linux":
+        return "they need Linux"
+    if not torch.cpu.get_capabilities().get("amx_bf16"):
+        return "they need a CPU with AMX for bfloat16"
+    return None
+
+
+def library_path() -> Path:
+    """Where the compiled operators of this version, torch and CPU lie, or would lie."""
+    parts = (source_path().read_text(encoding="utf-8"), torch.__version__, platform.machine())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return cache_folder() / "native" / f"radixkv-{digest}.so"
+
+
+@functools.cache
+def is_available() -> bool:
+    """Whether the compiled operators are there; loads them when first asked."""
+    if missing_feature() is not None:
+        return False
+    path = library_path()
+    if not path.is_file():
+        logger.info("compiled operators are not built; python -m radixkv.native.build builds them")
+        return False
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        logger.warning("the compiled operators cannot be loaded, torch's are used: %s", error)
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""NativeBackend: the compiled operator against the float64 reference, and when torch takes over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from steps import TOLERANCE, Shape, Step, attend, check, forest, lone
+
+from radixkv import native
+from radixkv.attention import (
+    FULL,
+    KVStore,
+    LayerShape,
+    NativeBackend,
+    ReferenceBackend,
+    Row,
+    Span,
+    TorchBackend,
+    choose_backend,
+)
+from radixkv.attention.native_backend import fits, work_items
+
+BF16 = torch.bfloat16
+
+pytestmark = pytest.mark.skipif(
+    not native.is_available(), reason="the compiled operators are not built on this machine"
+)
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 7, 16, 40])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 64), (96, 64), (256, 128)])
+def test_head_shapes(groups: int, key_dim: int, value_dim: int) -> None:
+    shape = Shape(2, groups, key_dim, value_dim, BF16)
+    check(Step.of(forest(groups, 4, depth=2, rows=5), 4, shape), attend(scale=0.1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 32])
+@pytest.mark.parametrize("depth", range(5))
+def test_forests(size: int, depth: int) -> None:
+    rows = forest(depth, size, depth=depth, rows=2 + 2 * depth)
+    check(Step.of(rows, size, Shape(3, 3, 64, 64, BF16)), attend(scale=0.1))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129])
+def test_lengths_around_tiles_and_chunks(length: int) -> None:
+    for queries in {1, length // 2 or 1, length}:
+        check(Step.of([lone(length, 16, queries)], 16, Shape(2, 3, 32, 32, BF16)), attend())
+
+
+@pytest.mark.parametrize("queries", [1, 6])
+def test_windows_and_chunks_at_every_offset(queries: int) -> None:
+    rows = forest(5, 4, depth=2, rows=4, queries=(queries,))
+    step = Step.of(rows, 4, Shape(1, 2, 32, 32, BF16))
+    for width in range(1, max(row.stop for row in rows) + 2):
+        check(step, attend(span=Span(window=width)))
+        check(step, attend(span=Span(chunk=width)))
+
+
+def test_long_runs_of_many_queries_are_cut_and_merged() -> None:
+    """More keys than a task takes, more rows of a head, and a prefill beside the decodes."""
+    common = np.arange(100, dtype=np.int32)[::-1]
+    free = iter(range(100, 320))
+    rows = [
+        Row(np.array([*common, *(next(free) for _ in range(2))], np.int32), 1610 + i % 7, 1)
+        for i in range(50)
+    ]
+    rows.append(Row(np.array([*common, *(next(free) for _ in range(20))], np.int32), 1600, 310))
+    step = Step.of(rows, 16, Shape(2, 3, 32, 32, BF16))
+    assert len(step.batch().plan.runs) == 1
+    check(step, attend(scale=0.2))
+    check(step, attend(scale=0.2, span=Span(window=700)))
+
+
+def test_sinks() -> None:
+    step = Step.of(forest(8, 4, depth=2, rows=5), 4, Shape(2, 3, 32, 32, BF16))
+    for sinks in (torch.linspace(-3, 4, 6), torch.full((6,), -100.0)):
+        check(step, attend(sinks=sinks.to(BF16)))
+        check(step, attend(sinks=sinks.to(BF16), span=Span(window=5)))
+
+
+@pytest.mark.parametrize("scale", [60.0, 3e4])
+def test_large_logits_do_not_overflow(scale: float) -> None:
+    step = Step.of(forest(9, 4, depth=2, rows=5), 4, Shape(1, 2, 32, 32, BF16))
+    expected, _ = step.run(TorchBackend, attend(scale=scale))
+    found, _ = step.run(NativeBackend, attend(scale=scale))
+    assert float((found - expected).norm() / expected.norm()) < 2 * TOLERANCE[BF16]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.sampled_from([1, 4, 16]), st.integers(0, 3), st.integers(1, 4))
+def test_any_forest(seed: int, size: int, depth: int, groups: int) -> None:
+    rows = forest(seed, size, depth=depth, rows=6, queries=(1, 1, 2, 5, 33))
+    check(Step.of(rows, size, Shape(2, groups, 32, 64, BF16), seed), attend())
+
+
+def test_queries_in_any_strides() -> None:
+    step = Step.of([lone(40, 16, 7)], 16, Shape(2, 2, 32, 32, BF16))
+    expected, _ = step.run(ReferenceBackend, attend())
+    step.query = step.query.transpose(0, 2).contiguous().transpose(0, 2)
+    assert step.query.stride(-1) != 1
+    found, _ = step.run(NativeBackend, attend())
+    assert float((found - expected).norm() / expected.norm()) < TOLERANCE[BF16]
+
+
+def test_what_the_operator_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("the operator was called")
+
+    monkeypatch.setattr(torch.ops.radixkv, "paged_attention", forbidden)
+    check(Step.of([lone(40, 16)], 16, Shape(2, 2, 32, 32, BF16)), attend(softcap=3.0))
+    check(Step.of([lone(40, 16)], 16, Shape(2, 2, 80, 80, BF16)), attend())
+    with pytest.raises(AssertionError, match="was called"):
+        check(Step.of([lone(40, 16)], 16, Shape(2, 2, 32, 32, BF16)), attend())
+
+
+def test_which_layers_fit() -> None:
+    assert fits(LayerShape(2, 64, 64), 6)
+    assert fits(LayerShape(1, 256, 32), 128)
+    assert not fits(LayerShape(1, 64, 64), 129)
+    assert not fits(LayerShape(2, 80, 64), 6)
+    assert not fits(LayerShape(2, 64, 80), 6)
+    assert not fits(LayerShape(2, 288, 64), 6)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(BF16, NativeBackend), (torch.float32, TorchBackend)])
+def test_the_backend_follows_from_the_store(dtype: torch.dtype, kind: type[TorchBackend]) -> None:
+    assert type(choose_backend(KVStore([LayerShape(1, 32, 32)], 1, 16, dtype))) is kind
+
+
+def test_work_items_are_runs_and_tails() -> None:
+    common = [9, 8]
+    rows = [
+        Row(np.array([*common, 3], np.int32), 10, 1),
+        Row(np.array([*common, 5, 6], np.int32), 8, 5),
+    ]
+    batch = Step.of(rows, 4, Shape(1, 1, 32, 32, BF16)).batch()
+    reads = work_items(batch, FULL)
+    assert reads.tables.tolist() == [9, 8, 3, 9, 8, 5, 6]
+    assert reads.items.tolist() == [[0, 6, 0, 0, 8], [0, 1, 0, 8, 11], [1, 5, 3, 8, 13]]
+    assert reads.positions.tolist() == [10, 8, 9, 10, 11, 12]
+    assert work_items(batch, Span(window=3)).first.tolist() == [8, 6, 7, 8, 9, 10]
+
+
+def test_the_operator_refuses_what_it_would_misread() -> None:
+    keys = torch.zeros(4, 16, 2, 32, dtype=BF16)
+    query = torch.zeros(1, 4, 32, dtype=BF16)
+    item, table = torch.tensor([[0, 1, 0, 0, 1]], dtype=torch.int32), torch.zeros(4).int()
+    place = torch.zeros(1, dtype=torch.int64)
+
+    def call(**changes: torch.Tensor) -> None:
+        given = {
+            "query": query, "keys": keys, "values": keys, "items": item, "tables": table,
+            "positions": place, "first": place,
+        }  # fmt: skip
+        torch.ops.radixkv.paged_attention(*(given | changes).values(), 1.0)
+
+    call()
+    for changes in (
+        {"query": query.float()},
+        {"keys": keys.float()},
+        {"keys": keys.transpose(1, 2)},
+        {"query": torch.zeros(1, 4, 48, dtype=BF16), "keys": torch.zeros(4, 16, 2, 48).to(BF16)},
+        {"query": torch.zeros(1, 3, 32, dtype=BF16)},
+        {"items": item.long()},
+        {"items": item[:, :4].contiguous()},
+        {"positions": place.int()},
+        {"first": torch.zeros(2, dtype=torch.int64)},
+        {"tables": table.long()},
+    ):
+        with pytest.raises(RuntimeError):
+            call(**changes)
