@@ -20,7 +20,7 @@ ALLOWED = {
     "native": {"native", "folders"},
     "attention": {"attention", "cache", "native"},
     "decoding": {"decoding"},
-    "model": {"model", "attention", "cache", "folders"},
+    "model": {"model", "attention", "cache", "folders", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "llm": {"memory", "model", "attention", "cache", "decoding", "engine"},
     "memory": set(),
@@ -28,7 +28,7 @@ ALLOWED = {
     "errors": set(),
     "folders": set(),
     "config": {"cache"},  # for types alone, see below
-    "cli": {"cli", "llm", "memory", "model", "attention", "cache", "decoding", "engine"}
+    "cli": {"cli", "llm", "memory", "native", "model", "attention", "cache", "decoding", "engine"}
     | {"workloads"},
 }
 

@@ -73,6 +73,17 @@ def work_items(batch: AttentionBatch, span: Span) -> WorkItems:
 class NativeBackend(TorchBackend):
     """Reads every shared run once, in one operator a layer; what that cannot do, torch does."""
 
+    def _write(
+        self, layer: int, batch: AttentionBatch, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        if batch.written is None and key[0].is_contiguous() and value[0].is_contiguous():
+            torch.ops.radixkv.write_kv(
+                key, value, self.store.keys[layer], self.store.values[layer], batch.slots
+            )
+            self._copy(layer, batch)
+        else:
+            super()._write(layer, batch, key, value)
+
     def forward(
         self,
         attention: LayerAttention,
@@ -120,6 +131,6 @@ def fits(shape: LayerShape, heads: int) -> bool:
 
 def choose_backend(store: KVStore) -> TorchBackend:
     """The compiled operators where they are built and take this store's keys, else torch's."""
-    if store.dtype is torch.bfloat16 and native.is_available():
+    if store.dtype is torch.bfloat16 and native.has_attention():
         return NativeBackend(store)
     return TorchBackend(store)

@@ -66,6 +66,9 @@ class TorchBackend:
         if batch.written is not None:
             key, value = key[batch.written], value[batch.written]
         self.store.write(layer, key, value, batch.slots)
+        self._copy(layer, batch)
+
+    def _copy(self, layer: int, batch: AttentionBatch) -> None:
         for sources, targets in batch.copies:
             self.store.copy_slots(layer, sources, targets)
 

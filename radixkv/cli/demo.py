@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from radixkv import native
 from radixkv.decoding import SamplingParams
 from radixkv.engine import RequestOutput, TokenDelta
 from radixkv.llm import LLM
@@ -62,8 +63,10 @@ def run_demo(dtype: str, max_tokens: int, compare: bool) -> None:
         dtype = "bfloat16"
     started = time.perf_counter()
     llm = LLM.demo(dtype=dtype, progress=lambda line: print(line, file=sys.stderr))
+    operators = "compiled operators" if native.is_available() else "torch's operators"
     console.print(
-        f"{llm.loaded.name}, {llm.loaded.dtype}, ready in {time.perf_counter() - started:.1f} s"
+        f"{llm.loaded.name}, {llm.loaded.dtype}, {operators}, "
+        f"ready in {time.perf_counter() - started:.1f} s"
     )
     workload = demo_workload()
     params = SamplingParams(max_tokens=max_tokens, temperature=0)

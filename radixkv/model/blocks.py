@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from radixkv.model.function_adapter import FunctionAdapter, paged_attention
 from radixkv.model.layers import Model
+from radixkv.model.operators import Gate, Norm, Rotary
 
 # Their forward functions were read, and differ in nothing but what `FusedBlock` looks at.
 FUSED_LAYERS = frozenset(
@@ -37,54 +37,6 @@ FUSED_LAYERS = frozenset(
 )
 
 
-class Norm:
-    """RMSNorm over the last axis, in one operator."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        module: Any = norm
-        weight = module.weight.detach()
-        # Gemma keeps the weight's distance from 1.
-        self.weight = 1.0 + weight.float() if type(norm).__name__.startswith("Gemma") else weight
-        self.eps = float(getattr(module, "variance_epsilon", None) or module.eps)
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        shape = self.weight.shape
-        if self.weight.dtype == inputs.dtype:
-            return F.rms_norm(inputs, shape, self.weight, self.eps)
-        return F.rms_norm(inputs.float(), shape, self.weight.float(), self.eps).to(inputs.dtype)
-
-
-class Rotary:
-    """Rotation of heads by their positions, with what all blocks of a step share made once."""
-
-    def __init__(self) -> None:
-        self._made_of: torch.Tensor | None = None
-        self._cos = self._sin = torch.empty(0)
-
-    def rotate(
-        self, heads: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """Rotate halves against each other, as transformers' ``apply_rotary_pos_emb``.
-
-        Parameters
-        ----------
-        heads : tensor (tokens, heads, dim)
-        embeddings : cos and sin, tensors (1, tokens, rotated dim)
-            What lies behind the rotated dimensions stays as it is.
-        """
-        if self._made_of is not embeddings[0]:
-            cos, sin = (part[0].unsqueeze(1).to(heads.dtype) for part in embeddings)
-            half = sin.shape[-1] // 2
-            self._cos, self._sin = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
-            self._made_of = embeddings[0]
-        width = self._cos.shape[-1]
-        if width == heads.shape[-1]:
-            return torch.addcmul(heads * self._cos, heads.roll(width // 2, -1), self._sin)
-        turned = heads[..., :width]
-        turned = torch.addcmul(turned * self._cos, turned.roll(width // 2, -1), self._sin)
-        return torch.cat((turned, heads[..., width:]), -1)
-
-
 class FusedBlock(nn.Module):
     """Takes the place of one decoder layer whose class stands in `FUSED_LAYERS`."""
 
@@ -101,7 +53,7 @@ class FusedBlock(nn.Module):
         self.o_proj = attention.o_proj
         self.gate_up_proj = _joined(mlp, ("gate_proj", "up_proj"), "gate_up_proj")
         self.down_proj = mlp.down_proj
-        self.activation = getattr(mlp, "act_fn", None) or mlp.activation_fn
+        self.gate = Gate(getattr(mlp, "act_fn", None) or mlp.activation_fn)
         config = attention.config
         self.key_width: int = config.num_key_value_heads * self.head_dim
         self.query_width: int = config.num_attention_heads * self.head_dim
@@ -142,16 +94,16 @@ class FusedBlock(nn.Module):
         hidden = hidden_states[0]
         inputs = self.norm_before_attention(hidden) if self.norm_before_attention else hidden
         outputs = self._attend(inputs, attention_mask, position_embeddings)
-        hidden = self._add(hidden, outputs, self.norm_after_attention)
-        inputs = self.norm_before_mlp(hidden) if self.norm_before_mlp else hidden
-        gate, up = self.gate_up_proj(inputs).chunk(2, -1)
-        outputs = self.down_proj(self.activation(gate).mul_(up))
-        return self._add(hidden, outputs, self.norm_after_mlp)[None]
-
-    def _add(self, hidden: torch.Tensor, outputs: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is not None:
-            outputs = norm(outputs)
-        return torch.add(hidden, outputs, alpha=self.residual_scale)
+        if self.norm_after_attention:
+            outputs = self.norm_after_attention(outputs)
+        if self.norm_before_mlp:
+            hidden, inputs = self.norm_before_mlp.after_adding(hidden, outputs, self.residual_scale)
+        else:
+            inputs = hidden = torch.add(hidden, outputs, alpha=self.residual_scale)
+        outputs = self.down_proj(self.gate(self.gate_up_proj(inputs)))
+        if self.norm_after_mlp:
+            outputs = self.norm_after_mlp(outputs)
+        return torch.add(hidden, outputs, alpha=self.residual_scale)[None]
 
     def _attend(
         self,

@@ -18,28 +18,31 @@ from radixkv.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
-SOURCE = "attention.cpp"
+SOURCES = ("attention.cpp", "blocks.cpp")
+HEADERS = ("vectors.h",)
 
 
-def source_path() -> Path:
-    """The operators' source, as it lies in the package."""
-    return Path(str(resources.files(__name__) / SOURCE))
+def source_folder() -> Path:
+    """Where the operators' sources lie, in the package."""
+    return Path(str(resources.files(__name__)))
 
 
 def missing_feature() -> str | None:
     """What this machine lacks for the compiled operators; None if nothing."""
     if platform.system() != "Linux":
         return "they need Linux"
-    if not torch.cpu.get_capabilities().get("amx_bf16"):
-        return "they need a CPU with AMX for bfloat16"
+    if not torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "they need a CPU with AVX-512 for bfloat16"
     return None
 
 
 def library_path() -> Path:
     """Where the compiled operators of this version, torch and CPU lie, or would lie."""
-    parts = (source_path().read_text(encoding="utf-8"), torch.__version__, platform.machine())
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    return cache_folder() / "native" / f"radixkv-{digest}.so"
+    sources = [(source_folder() / name).read_text() for name in (*SOURCES, *HEADERS)]
+    cpu = torch.cpu.get_capabilities()
+    features = [name for name in sorted(cpu) if cpu[name] is True]
+    digest = hashlib.sha256("\0".join([*sources, torch.__version__, *features]).encode())
+    return cache_folder() / "native" / f"radixkv-{digest.hexdigest()[:16]}.so"
 
 
 @functools.cache
@@ -57,3 +60,8 @@ def is_available() -> bool:
         logger.warning("the compiled operators cannot be loaded, torch's are used: %s", error)
         return False
     return True
+
+
+def has_attention() -> bool:
+    """Whether the compiled attention is there too: it needs AMX, the others do not."""
+    return is_available() and hasattr(torch.ops.radixkv, "paged_attention")

@@ -5,10 +5,11 @@
 // cut into tasks (KV head, query rows, keys); every task leaves a partial result with its running
 // maximum and sum, and partial results are merged by them. Accumulation is in float32.
 
+#ifdef __AMX_BF16__
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <torch/library.h>
 #include <unistd.h>
@@ -21,17 +22,20 @@
 #include <limits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-using bf16 = at::BFloat16;
+using namespace radixkv;
 
 constexpr int TILE = 16;          // rows of a tile, and columns of one of float32
 constexpr int PAIR = 32;          // bfloat16 values in a row of a tile
-constexpr int CHUNK = 64;         // keys that are scored at once
+constexpr int WIDE = 64;          // keys that are scored at once: four tiles
+constexpr int CHUNK = 256;        // keys between two updates of the result; a multiple of WIDE
 constexpr int HEAD_ROWS = 128;    // query rows of one KV head in a task
 constexpr int MAX_ROWS = 512;     // query rows of a task, over its KV heads
 constexpr int MAX_DIM = 256;
-constexpr int64_t SPLIT = 512;    // keys of a task, at most; a multiple of CHUNK
+constexpr int64_t SPLIT = 512;    // keys of a task where tasks are few; a multiple of CHUNK
 constexpr int ITEM_FIELDS = 5;    // first token, tokens, place of the table, first key, end of keys
 constexpr float FLOOR = -1e30f;   // log-sum-exp of no keys at all
 constexpr float LOG2E = 1.4426950408889634f;
@@ -59,15 +63,20 @@ struct Task {
   int64_t partial;          // first row among the partial results; head by head
 };
 
+// What one row has gathered so far.
+struct Sums {
+  float top = NONE, total = 0.f;
+};
+
 // One thread's buffers.
 struct Scratch {
   alignas(64) bf16 query[MAX_ROWS * MAX_DIM];
-  alignas(64) bf16 keys[CHUNK * MAX_DIM];    // tiles of (dimension pairs, keys)
-  alignas(64) bf16 values[CHUNK * MAX_DIM];  // tiles of (key pairs, dimensions)
+  alignas(64) bf16 keys[CHUNK * MAX_DIM];    // for every WIDE keys: tiles of (dimension pairs, keys)
+  alignas(64) bf16 values[CHUNK * MAX_DIM];  // for every PAIR keys: tiles of (key pairs, dimensions)
   alignas(64) float scores[TILE * CHUNK];
   alignas(64) bf16 weights[TILE * CHUNK];
   alignas(64) float out[MAX_ROWS * MAX_DIM];
-  float top[MAX_ROWS], sum[MAX_ROWS];
+  Sums sums[MAX_ROWS];
 };
 
 alignas(64) const bf16 ZEROS[MAX_DIM] = {};
@@ -83,21 +92,6 @@ struct alignas(64) TileConfig {
     }
   }
 };
-
-// 2 to the power of x, for x <= 0; within 2e-7 of it.
-inline __m512 exp2_of(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-126.f));
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 part = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(1.5352800e-4f);
-  y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.3398874e-3f));
-  y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.6184373e-3f));
-  y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.5503324e-2f));
-  y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.4022648e-1f));
-  y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.9314718e-1f));
-  y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.f));
-  return _mm512_scalef_ps(y, whole);
-}
 
 // Transpose 16 x 16 units of 32 bits.
 inline void transpose(__m512i row[TILE]) {
@@ -126,33 +120,35 @@ inline void transpose(__m512i row[TILE]) {
   }
 }
 
-void pack_keys(const bf16* const rows[CHUNK], int groups, int64_t dim, bf16* packed) {
-  for (int64_t d = 0; d < dim; d += PAIR) {
-    for (int j = 0; j < groups; ++j) {
+// Tiles of the first `count` keys, rounded up to whole tiles.
+void pack_keys(const bf16* const* rows, int64_t count, int64_t dim, bf16* packed) {
+  for (int64_t key = 0; key < count; key += TILE) {
+    bf16* wide = packed + key / WIDE * WIDE * dim + key % WIDE * PAIR;
+    for (int64_t d = 0; d < dim; d += PAIR) {
       __m512i block[TILE];
-      for (int i = 0; i < TILE; ++i) block[i] = _mm512_loadu_si512(rows[j * TILE + i] + d);
+      for (int i = 0; i < TILE; ++i) block[i] = _mm512_loadu_si512(rows[key + i] + d);
       transpose(block);
-      bf16* tile = packed + (d / PAIR * (CHUNK / TILE) + j) * TILE * PAIR;
+      bf16* tile = wide + d * WIDE;
       for (int i = 0; i < TILE; ++i) _mm512_store_si512(tile + i * PAIR, block[i]);
     }
   }
 }
 
-void pack_values(const bf16* const rows[CHUNK], int halves, int64_t dim, bf16* packed) {
+// Tiles of the first `count` values, rounded up to whole tiles.
+void pack_values(const bf16* const* rows, int64_t count, int64_t dim, bf16* packed) {
   alignas(64) uint16_t low[PAIR], high[PAIR];
   for (int i = 0; i < PAIR; ++i) {
     low[i] = i / 2 + (i % 2) * PAIR;
     high[i] = low[i] + TILE;
   }
   const __m512i take_low = _mm512_load_si512(low), take_high = _mm512_load_si512(high);
-  for (int half = 0; half < halves; ++half) {
+  for (int64_t key = 0; key < count; key += PAIR) {
     for (int pair = 0; pair < TILE; ++pair) {
-      const bf16* even = rows[half * PAIR + 2 * pair];
-      const bf16* odd = rows[half * PAIR + 2 * pair + 1];
-      bf16* row = packed + half * (dim / TILE) * TILE * PAIR + pair * PAIR;
+      const bf16 *even = rows[key + 2 * pair], *odd = rows[key + 2 * pair + 1];
+      bf16* row = packed + key * dim + pair * PAIR;
       for (int64_t d = 0; d < dim; d += PAIR) {
         const __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
-        bf16* tile = row + d / TILE * TILE * PAIR;
+        bf16* tile = row + d * PAIR;
         _mm512_store_si512(tile, _mm512_permutex2var_epi16(a, take_low, b));
         _mm512_store_si512(tile + TILE * PAIR, _mm512_permutex2var_epi16(a, take_high, b));
       }
@@ -160,91 +156,107 @@ void pack_values(const bf16* const rows[CHUNK], int halves, int64_t dim, bf16* p
   }
 }
 
-// scores = query rows x keys; (16, CHUNK).
-void score(const bf16* query, const bf16* keys, int64_t dim, float* scores) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t d = 0; d < dim; d += PAIR) {
-    const bf16* tile = keys + d / PAIR * (CHUNK / TILE) * TILE * PAIR;
-    _tile_loadd(4, query + d, dim * sizeof(bf16));
-    _tile_loadd(5, tile, 64);
-    _tile_loadd(6, tile + TILE * PAIR, 64);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
-    _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_dpbf16ps(3, 4, 6);
+// scores = query rows x keys; (16, count rounded up to WIDE).
+void score(const bf16* query, const bf16* keys, int64_t count, int64_t dim, float* scores) {
+  for (int64_t key = 0; key < count; key += WIDE) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < dim; d += PAIR) {
+      const bf16* tile = keys + key * dim + d * WIDE;
+      _tile_loadd(4, query + d, dim * sizeof(bf16));
+      _tile_loadd(5, tile, 64);
+      _tile_loadd(6, tile + TILE * PAIR, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
+      _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+    float* to = scores + key;
+    _tile_stored(0, to, CHUNK * sizeof(float));
+    _tile_stored(1, to + TILE, CHUNK * sizeof(float));
+    _tile_stored(2, to + 2 * TILE, CHUNK * sizeof(float));
+    _tile_stored(3, to + 3 * TILE, CHUNK * sizeof(float));
   }
-  _tile_stored(0, scores, CHUNK * sizeof(float));
-  _tile_stored(1, scores + TILE, CHUNK * sizeof(float));
-  _tile_stored(2, scores + 2 * TILE, CHUNK * sizeof(float));
-  _tile_stored(3, scores + 3 * TILE, CHUNK * sizeof(float));
 }
 
 // out += weights x values; (16, dim).
-void accumulate(const bf16* weights, const bf16* values, int halves, int64_t dim, float* out) {
-  _tile_loadd(4, weights, CHUNK * sizeof(bf16));
-  if (halves > 1) _tile_loadd(5, weights + PAIR, CHUNK * sizeof(bf16));
-  const int64_t half = dim / TILE * TILE * PAIR;
-  for (int64_t d = 0; d < dim; d += PAIR) {
-    const bf16* tile = values + d / TILE * TILE * PAIR;
-    _tile_loadd(0, out + d, dim * sizeof(float));
-    _tile_loadd(1, out + d + TILE, dim * sizeof(float));
-    _tile_loadd(6, tile, 64);
-    _tile_loadd(7, tile + TILE * PAIR, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (halves > 1) {
-      _tile_loadd(6, tile + half, 64);
-      _tile_loadd(7, tile + half + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 5, 6);
-      _tile_dpbf16ps(1, 5, 7);
+void accumulate(const bf16* weights, const bf16* values, int64_t count, int64_t dim, float* out) {
+  const int64_t bytes = dim * sizeof(float);
+  int64_t d = 0;
+  for (; d + 4 * TILE <= dim; d += 4 * TILE) {
+    _tile_loadd(0, out + d, bytes);
+    _tile_loadd(1, out + d + TILE, bytes);
+    _tile_loadd(2, out + d + 2 * TILE, bytes);
+    _tile_loadd(3, out + d + 3 * TILE, bytes);
+    for (int64_t key = 0; key < count; key += PAIR) {
+      const bf16* tile = values + key * dim + d * PAIR;
+      _tile_loadd(4, weights + key, CHUNK * sizeof(bf16));
+      _tile_loadd(5, tile, 64);
+      _tile_loadd(6, tile + TILE * PAIR, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
+      _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_dpbf16ps(3, 4, 6);
     }
-    _tile_stored(0, out + d, dim * sizeof(float));
-    _tile_stored(1, out + d + TILE, dim * sizeof(float));
+    _tile_stored(0, out + d, bytes);
+    _tile_stored(1, out + d + TILE, bytes);
+    _tile_stored(2, out + d + 2 * TILE, bytes);
+    _tile_stored(3, out + d + 3 * TILE, bytes);
+  }
+  for (; d < dim; d += PAIR) {
+    _tile_loadd(0, out + d, bytes);
+    _tile_loadd(1, out + d + TILE, bytes);
+    for (int64_t key = 0; key < count; key += PAIR) {
+      const bf16* tile = values + key * dim + d * PAIR;
+      _tile_loadd(4, weights + key, CHUNK * sizeof(bf16));
+      _tile_loadd(5, tile, 64);
+      _tile_loadd(6, tile + TILE * PAIR, 64);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    _tile_stored(0, out + d, bytes);
+    _tile_stored(1, out + d + TILE, bytes);
   }
 }
 
-// Bits of the keys `begin` to `end` of a chunk.
-inline uint64_t key_bits(int64_t begin, int64_t end) {
-  begin = std::clamp<int64_t>(begin, 0, CHUNK);
-  end = std::clamp<int64_t>(end, 0, CHUNK);
-  if (begin >= end) return 0;
-  const uint64_t below = end == CHUNK ? ~0ull : (1ull << end) - 1;
-  return below & ~((1ull << begin) - 1);
-}
-
-// One row's scores become weights; returns the factor by which earlier results shrink.
-float soften(const float* scores, uint64_t seen, float scale, float& top, float& sum, bf16* weights) {
-  const __m512 none = _mm512_set1_ps(NONE), factor = _mm512_set1_ps(scale);
-  __m512 s[4];
-  for (int j = 0; j < 4; ++j) {
-    const __mmask16 mask = static_cast<__mmask16>(seen >> (j * TILE));
-    s[j] = _mm512_mask_mul_ps(none, mask, _mm512_load_ps(scores + j * TILE), factor);
-  }
-  const __m512 most = _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3]));
-  const float before = top;
-  top = std::max(before, _mm512_reduce_max_ps(most));
-  if (top == NONE) {
-    std::memset(weights, 0, CHUNK * sizeof(bf16));
+// The scores of keys `begin` to `end` become weights, those of all others up to `count` zeros.
+// Returns the factor by which earlier results shrink.
+float soften(
+    float* scores, int64_t begin, int64_t end, int64_t count, float scale, Sums& sums,
+    bf16* weights) {
+  const int64_t used = (count + PAIR - 1) / PAIR * PAIR;
+  if (begin >= end) {
+    std::memset(weights, 0, used * sizeof(bf16));
     return 1.f;
   }
-  const __m512 base = _mm512_set1_ps(top);
+  if (begin > 0 || end < used) {
+    std::fill(scores, scores + std::max<int64_t>(begin, 0), NONE);
+    std::fill(scores + end, scores + used, NONE);
+  }
+  __m512 most = _mm512_set1_ps(NONE), also = most;
+  for (int64_t key = 0; key < used; key += PAIR) {
+    most = _mm512_max_ps(most, _mm512_load_ps(scores + key));
+    also = _mm512_max_ps(also, _mm512_load_ps(scores + key + TILE));
+  }
+  const float before = sums.top;
+  // Of scaled scores; a scale is positive.
+  sums.top = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(most, also)) * scale);
+  const __m512 factor = _mm512_set1_ps(scale), base = _mm512_set1_ps(sums.top);
   __m512 total = _mm512_setzero_ps();
-  for (int j = 0; j < 4; ++j) {
-    const __mmask16 mask = static_cast<__mmask16>(seen >> (j * TILE));
-    s[j] = _mm512_maskz_mov_ps(mask, exp2_of(_mm512_sub_ps(s[j], base)));
-    total = _mm512_add_ps(total, s[j]);
+  for (int64_t key = 0; key < used; key += PAIR) {
+    const __m512 a = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key), factor, base));
+    const __m512 b = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key + TILE), factor, base));
+    total = _mm512_add_ps(total, _mm512_add_ps(a, b));
+    _mm512_store_si512(weights + key, (__m512i)_mm512_cvtne2ps_pbh(b, a));
   }
-  for (int j = 0; j < 4; j += 2) {
-    const __m512bh pair = _mm512_cvtne2ps_pbh(s[j + 1], s[j]);
-    _mm512_store_si512(weights + j * TILE, (__m512i)pair);
-  }
-  const float shrink = before == top ? 1.f : std::exp2(before - top);
-  sum = sum * shrink + _mm512_reduce_add_ps(total);
+  const float shrink = before == sums.top ? 1.f : std::exp2(before - sums.top);
+  sums.total = sums.total * shrink + _mm512_reduce_add_ps(total);
   return shrink;
 }
 
@@ -296,49 +308,50 @@ void find_rows(const Inputs& in, const Task& task, int64_t count, Cursor& cursor
   }
 }
 
-// One KV head's share of a chunk's rows; what is missing to a chunk is zeros.
+// One KV head's share of a chunk's rows; what is missing to whole tiles is zeros.
 void rows_of_head(const Inputs& in, int64_t head, int64_t count, const Rows& rows, Rows& own) {
   for (int64_t i = 0; i < count; ++i) {
     own.keys[i] = rows.keys[i] + head * in.key_dim;
     own.values[i] = rows.values[i] + head * in.value_dim;
   }
-  for (int64_t i = count; i < CHUNK; ++i) own.keys[i] = own.values[i] = ZEROS;
+  const int64_t whole = (count + PAIR - 1) / PAIR * PAIR;
+  for (int64_t i = count; i < whole; ++i) own.keys[i] = own.values[i] = ZEROS;
 }
 
 // Attend from a task's tokens to one chunk, for the KV head whose rows begin at `base`.
 void attend(
     const Inputs& in, const Task& task, int64_t start, int64_t count, int64_t base, Scratch& s) {
   const int64_t rows = task.tokens * in.groups;
-  const int halves = count > PAIR ? 2 : 1;
   for (int64_t first_row = 0; first_row < rows; first_row += TILE) {
     const int64_t end_row = std::min<int64_t>(rows, first_row + TILE);
     // Positions grow along an item, or lie behind all its keys.
-    if (in.positions[task.token + (end_row - 1) / in.groups] < start) continue;
-    score(s.query + (base + first_row) * in.key_dim, s.keys, in.key_dim, s.scores);
+    const int64_t last = in.positions[task.token + (end_row - 1) / in.groups] - start;
+    if (last < 0) continue;
+    const int64_t reach = std::min(count, last + 1);
+    score(s.query + (base + first_row) * in.key_dim, s.keys, reach, in.key_dim, s.scores);
     for (int64_t row = first_row; row < end_row; ++row) {
-      const int64_t token = task.token + row / in.groups;
-      const int64_t end = std::min(count, in.positions[token] - start + 1);
+      const int64_t token = task.token + row / in.groups, within = (row - first_row) * CHUNK;
       const float shrink = soften(
-          s.scores + (row - first_row) * CHUNK, key_bits(in.first[token] - start, end), in.scale,
-          s.top[base + row], s.sum[base + row], s.weights + (row - first_row) * CHUNK);
+          s.scores + within, in.first[token] - start,
+          std::min(reach, in.positions[token] - start + 1), reach, in.scale, s.sums[base + row],
+          s.weights + within);
       if (shrink != 1.f) {
         float* old = s.out + (base + row) * in.value_dim;
         for (int64_t d = 0; d < in.value_dim; ++d) old[d] *= shrink;
       }
     }
     float* out = s.out + (base + first_row) * in.value_dim;
-    accumulate(s.weights, s.values, halves, in.value_dim, out);
+    accumulate(s.weights, s.values, reach, in.value_dim, out);
   }
 }
 
-void run(const Inputs& in, const Task& task, Scratch& s, float* out, float* top, float* sum) {
+void run(const Inputs& in, const Task& task, Scratch& s, float* out, Sums* sums) {
   const int64_t rows = task.tokens * in.groups, heads = task.end_head - task.head;
   const int64_t stride = padded(rows);
   for (int64_t head = 0; head < heads; ++head)
     load_query(in, task, task.head + head, s.query + head * stride * in.key_dim);
   std::fill_n(s.out, heads * stride * in.value_dim, 0.f);
-  std::fill_n(s.top, heads * stride, NONE);
-  std::fill_n(s.sum, heads * stride, 0.f);
+  std::fill_n(s.sums, heads * stride, Sums{});
   // Two sets: the next chunk is fetched while this one is computed.
   Rows sets[2], own;
   Cursor cursor(in, task.table, task.first_key);
@@ -350,16 +363,15 @@ void run(const Inputs& in, const Task& task, Scratch& s, float* out, float* top,
       find_rows(in, task, left(start + CHUNK), cursor, sets[current ^ 1]);
     for (int64_t head = 0; head < heads; ++head) {
       rows_of_head(in, head, left(start), sets[current], own);
-      pack_keys(own.keys, (left(start) + TILE - 1) / TILE, in.key_dim, s.keys);
-      pack_values(own.values, left(start) > PAIR ? 2 : 1, in.value_dim, s.values);
+      pack_keys(own.keys, left(start), in.key_dim, s.keys);
+      pack_values(own.values, left(start), in.value_dim, s.values);
       attend(in, task, start, left(start), head * stride, s);
     }
   }
   for (int64_t head = 0; head < heads; ++head) {
     const float* from = s.out + head * stride * in.value_dim;
     std::memcpy(out + head * rows * in.value_dim, from, rows * in.value_dim * sizeof(float));
-    std::memcpy(top + head * rows, s.top + head * stride, rows * sizeof(float));
-    std::memcpy(sum + head * rows, s.sum + head * stride, rows * sizeof(float));
+    std::copy_n(s.sums + head * stride, rows, sums + head * rows);
   }
 }
 
@@ -368,7 +380,9 @@ struct Piece {
   int64_t token, tokens, table, first_key, end_key;
 };
 
-std::vector<Piece> pieces_of(const Inputs& in, const int32_t* items, int64_t count) {
+// Keys are split only where there would else be too little to do for all threads.
+std::vector<Piece> pieces_of(
+    const Inputs& in, const int32_t* items, int64_t count, int64_t split) {
   std::vector<Piece> pieces;
   const int64_t most = std::max<int64_t>(1, HEAD_ROWS / in.groups);
   for (int64_t i = 0; i < count; ++i) {
@@ -382,22 +396,25 @@ std::vector<Piece> pieces_of(const Inputs& in, const int32_t* items, int64_t cou
       }
       begin = std::max<int64_t>(begin, item[3]);
       end = std::min<int64_t>(end, item[4]);
-      for (int64_t key = begin; key < end; key += SPLIT)
-        pieces.push_back({token, tokens, item[2], key, std::min(end, key + SPLIT)});
+      for (int64_t key = begin; key < end; key += split)
+        pieces.push_back({token, tokens, item[2], key, std::min(end, key + split)});
     }
   }
   return pieces;
 }
 
 std::vector<Task> cut(const Inputs& in, const int32_t* items, int64_t count, int64_t& partials) {
-  const std::vector<Piece> pieces = pieces_of(in, items, count);
-  // A key's heads lie side by side in memory: together where there is work enough for all threads.
-  const bool enough = static_cast<int64_t>(pieces.size()) >= 4 * at::get_num_threads();
+  const int64_t threads = at::get_num_threads(), wanted = threads == 1 ? 1 : 4 * threads;
+  std::vector<Piece> pieces =
+      pieces_of(in, items, count, std::numeric_limits<int32_t>::max());
+  if (static_cast<int64_t>(pieces.size()) < wanted) pieces = pieces_of(in, items, count, SPLIT);
+  // A key's heads lie side by side in memory: together, unless that leaves threads idle.
+  const bool together = static_cast<int64_t>(pieces.size()) >= wanted;
   std::vector<Task> tasks;
   partials = 0;
   for (const Piece& p : pieces) {
     const int64_t fit = std::max<int64_t>(1, MAX_ROWS / padded(p.tokens * in.groups));
-    const int64_t step = at::get_num_threads() == 1 || enough ? fit : 1;
+    const int64_t step = together ? fit : 1;
     for (int64_t head = 0; head < in.kv_heads; head += step) {
       const int64_t end = std::min(in.kv_heads, head + step);
       tasks.push_back({p.token, p.tokens, p.table, p.first_key, p.end_key, head, end, partials});
@@ -407,42 +424,58 @@ std::vector<Task> cut(const Inputs& in, const int32_t* items, int64_t count, int
   return tasks;
 }
 
-struct Partials {
-  std::vector<float> top, sum;
-  at::Tensor out;
+// Where the partial results of each token and KV head are: those of `index` lie between
+// starts[index] and starts[index + 1].
+struct Places {
+  std::vector<int64_t> starts, rows;
 };
 
+Places places_of(const Inputs& in, const std::vector<Task>& tasks, int64_t tokens) {
+  Places places;
+  places.starts.assign(tokens * in.kv_heads + 1, 0);
+  const auto visit = [&](auto&& each) {
+    for (const Task& task : tasks) {
+      int64_t row = task.partial;
+      for (int64_t head = task.head; head < task.end_head; ++head)
+        for (int64_t t = 0; t < task.tokens; ++t, row += in.groups)
+          each((task.token + t) * in.kv_heads + head, row);
+    }
+  };
+  visit([&](int64_t index, int64_t) { ++places.starts[index + 1]; });
+  for (int64_t i = 0; i < tokens * in.kv_heads; ++i) places.starts[i + 1] += places.starts[i];
+  places.rows.resize(places.starts.back());
+  std::vector<int64_t> next(places.starts.begin(), places.starts.end() - 1);
+  visit([&](int64_t index, int64_t row) { places.rows[next[index]++] = row; });
+  return places;
+}
+
 void merge(
-    const Inputs& in, const std::vector<Task>& tasks, const Partials& partials, int64_t tokens,
+    const Inputs& in, const Places& places, const float* parts, const Sums* sums, int64_t tokens,
     bf16* out, float* lse) {
-  // Which partial rows each token's rows of each KV head have.
-  std::vector<std::vector<int64_t>> rows(tokens * in.kv_heads);
-  for (const Task& task : tasks) {
-    int64_t partial = task.partial;
-    for (int64_t head = task.head; head < task.end_head; ++head)
-      for (int64_t t = 0; t < task.tokens; ++t, partial += in.groups)
-        rows[(task.token + t) * in.kv_heads + head].push_back(partial);
-  }
-  const float* parts = partials.out.const_data_ptr<float>();
   at::parallel_for(0, tokens * in.kv_heads, 32, [&](int64_t begin, int64_t end) {
-    std::vector<float> total(in.value_dim);
+    std::vector<float> merged(in.value_dim);
     for (int64_t index = begin; index < end; ++index) {
+      const int64_t* first = places.rows.data() + places.starts[index];
+      const int64_t* last = places.rows.data() + places.starts[index + 1];
       for (int64_t group = 0; group < in.groups; ++group) {
         const int64_t row = index * in.groups + group;
-        float top = NONE, sum = 0.f;
-        for (int64_t part : rows[index]) top = std::max(top, partials.top[part + group]);
-        std::fill(total.begin(), total.end(), 0.f);
-        if (top != NONE) {
-          for (int64_t part : rows[index]) {
-            const float weight = std::exp2(partials.top[part + group] - top);
-            sum += weight * partials.sum[part + group];
-            const float* from = parts + (part + group) * in.value_dim;
-            for (int64_t d = 0; d < in.value_dim; ++d) total[d] += weight * from[d];
-          }
+        float top = NONE, total = 0.f;
+        for (const int64_t* part = first; part < last; ++part)
+          top = std::max(top, sums[*part + group].top);
+        std::fill(merged.begin(), merged.end(), 0.f);
+        for (const int64_t* part = first; part < last; ++part) {
+          const Sums& own = sums[*part + group];
+          if (own.total == 0.f) continue;  // It saw no key.
+          const float weight = std::exp2(own.top - top);
+          total += weight * own.total;
+          const float* from = parts + (*part + group) * in.value_dim;
+          for (int64_t d = 0; d < in.value_dim; ++d) merged[d] += weight * from[d];
         }
-        const float factor = sum > 0.f ? 1.f / sum : 0.f;
-        for (int64_t d = 0; d < in.value_dim; ++d) out[row * in.value_dim + d] = total[d] * factor;
-        lse[row] = sum > 0.f ? (top + std::log2(sum)) * LN2 : FLOOR;
+        // What is not a number must stay so, for the engine to see it.
+        const float factor = total == 0.f ? 0.f : 1.f / total;
+        bf16* to = out + row * in.value_dim;
+        for (int64_t d = 0; d < in.value_dim; ++d) to[d] = merged[d] * factor;
+        lse[row] = total > 0.f ? (top + std::log2(total)) * LN2 : FLOOR;
       }
     }
   });
@@ -475,6 +508,7 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
   TORCH_CHECK(items.is_contiguous() && items.size(1) == ITEM_FIELDS, "items");
   TORCH_CHECK(positions.scalar_type() == at::kLong && first.scalar_type() == at::kLong, "int64");
   TORCH_CHECK(positions.size(0) == tokens && first.size(0) == tokens, "a position a token");
+  TORCH_CHECK(scale > 0, "scale");
   TORCH_CHECK(allow_tiles(), "this CPU, or its kernel, has no AMX tiles");
   in.query = query.const_data_ptr<bf16>();
   in.query_token = query.stride(0);
@@ -490,10 +524,10 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
 
   int64_t rows = 0;
   const std::vector<Task> tasks = cut(in, items.const_data_ptr<int32_t>(), items.size(0), rows);
-  Partials partials{
-      std::vector<float>(rows), std::vector<float>(rows),
-      at::empty({rows, in.value_dim}, query.options().dtype(at::kFloat))};
-  float* parts = partials.out.mutable_data_ptr<float>();
+  std::vector<Sums> sums(rows);
+  const at::TensorOptions wide = query.options().dtype(at::kFloat);
+  const at::Tensor parts = at::empty({rows, in.value_dim}, wide);
+  float* part = parts.mutable_data_ptr<float>();
   std::atomic<size_t> next{0};
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;
@@ -502,24 +536,27 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
       _tile_loadconfig(&config);
       for (size_t index = next++; index < tasks.size(); index = next++) {
         const Task& task = tasks[index];
-        run(in, task, scratch, parts + task.partial * in.value_dim,
-            partials.top.data() + task.partial, partials.sum.data() + task.partial);
+        run(in, task, scratch, part + task.partial * in.value_dim, sums.data() + task.partial);
       }
       _tile_release();
     }
   });
   at::Tensor out = at::empty({tokens, heads, in.value_dim}, query.options());
-  at::Tensor lse = at::empty({tokens, heads}, query.options().dtype(at::kFloat));
-  merge(in, tasks, partials, tokens, out.mutable_data_ptr<bf16>(), lse.mutable_data_ptr<float>());
+  at::Tensor lse = at::empty({tokens, heads}, wide);
+  merge(
+      in, places_of(in, tasks, tokens), part, sums.data(), tokens, out.mutable_data_ptr<bf16>(),
+      lse.mutable_data_ptr<float>());
   return {out, lse};
 }
 
 }  // namespace
 
-TORCH_LIBRARY(radixkv, library) {
+TORCH_LIBRARY_FRAGMENT(radixkv, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor items, Tensor tables, "
       "Tensor positions, Tensor first, float scale) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(radixkv, CPU, library) { library.impl("paged_attention", &paged_attention); }
+
+#endif  // __AMX_BF16__

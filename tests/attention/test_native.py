@@ -32,7 +32,7 @@ from radixkv.attention.native_backend import fits, work_items
 BF16 = torch.bfloat16
 
 pytestmark = pytest.mark.skipif(
-    not native.is_available(), reason="the compiled operators are not built on this machine"
+    not native.has_attention(), reason="the compiled operators are not built on this machine"
 )
 
 
@@ -107,6 +107,18 @@ def test_large_logits_do_not_overflow(scale: float) -> None:
 def test_any_forest(seed: int, size: int, depth: int, groups: int) -> None:
     rows = forest(seed, size, depth=depth, rows=6, queries=(1, 1, 2, 5, 33))
     check(Step.of(rows, size, Shape(2, groups, 32, 64, BF16), seed), attend())
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_not_a_number_stays_one_in_its_own_sequence(where: str) -> None:
+    rows = [lone(40, 16, 3), Row(np.array([9, 8, 7], np.int32), 40, 3)]
+    step = Step.of(rows, 16, Shape(2, 2, 32, 32, BF16))
+    getattr(step, where)[1, 0, 5] = torch.nan
+    found, _ = step.run(NativeBackend, attend())
+    assert bool(found[1].isnan().any())
+    other = step.batch().plan.order.tolist().index(1) * 3
+    assert other == 3
+    assert bool(found[other:].isfinite().all())
 
 
 def test_queries_in_any_strides() -> None:

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from families import build
 
-from radixkv.model import blocks
+from radixkv.model import operators
 from radixkv.model.adapter import adapt
 from radixkv.model.blocks import FusedAdapter, FusedBlock, can_fuse, fuse_blocks, restore_blocks
 from radixkv.model.function_adapter import FunctionAdapter
@@ -88,12 +88,12 @@ def test_blocks_that_compute_something_else_are_not_used(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check of every adapter catches a block that is wrong; the model is served unmodified."""
-    right = blocks.Rotary.rotate
+    right = operators.Rotary.rotate
 
     def wrong(self: Any, heads: torch.Tensor, embeddings: Any) -> torch.Tensor:
         return right(self, heads.flip(-1), embeddings)
 
-    monkeypatch.setattr(blocks.Rotary, "rotate", wrong)
+    monkeypatch.setattr(operators.Rotary, "rotate", wrong)
     model = build(name)
     adapter = adapt(model)
     assert type(adapter) is FunctionAdapter
@@ -110,16 +110,3 @@ def test_an_adapter_that_fails_gives_the_layers_back(monkeypatch: pytest.MonkeyP
         FusedAdapter(model)
     assert fused_layers(model) == 0
     assert bool(logits(model).isfinite().all())
-
-
-@pytest.mark.parametrize("width", [8, 16])
-def test_rotation_as_transformers_has_it(width: int) -> None:
-    """Values of `apply_rotary_pos_emb`, written out; dimensions behind the rotated ones stay."""
-    heads = torch.arange(2 * 3 * 16, dtype=torch.float32).view(2, 3, 16) / 7
-    angle = torch.linspace(0, 2, 2 * width // 2).view(1, 2, -1)
-    cos, sin = (torch.cat((part, part), -1) for part in (angle.cos(), angle.sin()))
-    found = blocks.Rotary().rotate(heads, (cos, sin))
-    first, second, rest = heads.split((width // 2, width // 2, 16 - width), -1)
-    c, s = angle.cos()[0][:, None], angle.sin()[0][:, None]
-    expected = torch.cat((first * c - second * s, second * c + first * s, rest), -1)
-    assert torch.allclose(found, expected, atol=1e-6)

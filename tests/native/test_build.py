@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,15 +41,18 @@ def test_the_library_is_named_by_what_it_depends_on(
     assert native.library_path() != path
     monkeypatch.undo()
     monkeypatch.setenv("RADIXKV_CACHE", str(tmp_path))
-    other = tmp_path / "other.cpp"
-    other.write_text("int x;")
-    monkeypatch.setattr(native, "source_path", lambda: other)
+    other = tmp_path / "sources"
+    shutil.copytree(native.source_folder(), other)
+    (other / "vectors.h").write_text("// changed")
+    monkeypatch.setattr(native, "source_folder", lambda: other)
     assert native.library_path() != path
 
 
-def test_a_cpu_without_tiles_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_lacks_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    with pytest.raises(NativeBuildError, match="not for this machine: they need a CPU with AMX"):
+    with pytest.raises(
+        NativeBuildError, match="not for this machine: they need a CPU with AVX-512"
+    ):
         build.build()
     assert not native.is_available()
 
