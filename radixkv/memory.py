@@ -10,6 +10,10 @@ from radixkv.errors import ConfigError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 # Of the memory that is available when the engine starts, what "auto" may take at the most.
 AUTO_SHARE = 0.25
+# What is taken for available on a system that does not say.
+UNKNOWN = 8 * 2**30
+# Limits of control groups from here on stand for none.
+NO_LIMIT = 2**60
 
 
 def parse_memory(text: str | int) -> int:
@@ -28,16 +32,40 @@ def parse_memory(text: str | int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping, within the container's limit if there is one."""
+    """Bytes that can be taken without swapping, within what the container has left."""
     info = Path("/proc/meminfo")
     if not info.exists():
-        return 8 * 2**30
-    fields = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        available = min(available, int(text))
-    return available
+        return UNKNOWN
+    room = container_room()
+    available = _fields(info, ":")["MemAvailable"] * 1024
+    return available if room is None else min(available, room)
+
+
+def container_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes up to the container's limit; None if there is no limit.
+
+    Pages of files that the kernel would drop first (inactive ones) count as free. Both layouts of
+    control groups are read: the files of version 2, and those of version 1 below ``memory/``.
+    """
+    for folder, most, used, idle in (
+        (root, "memory.max", "memory.current", "inactive_file"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, usage = ((folder / name).read_text().strip() for name in (most, used))
+            dropped = _fields(folder / "memory.stat", " ").get(idle, 0)
+        except OSError:
+            continue
+        # Without a limit, version 2 says "max" and version 1 a number above any machine's memory.
+        if limit.isdigit() and int(limit) < NO_LIMIT:
+            return max(int(limit) - int(usage) + dropped, 0)
+    return None
+
+
+def _fields(path: Path, separator: str) -> dict[str, int]:
+    """Numbers of a file that holds a name and a number in each line."""
+    pairs = (line.split(separator, 1) for line in path.read_text().splitlines())
+    return {pair[0]: int(pair[1].split()[0]) for pair in pairs if len(pair) == 2}
 
 
 def num_blocks_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,4 +52,39 @@ def test_auto_takes_what_is_needed_within_a_share(monkeypatch: pytest.MonkeyPatc
 
 
 def test_available_memory_is_plausible() -> None:
+    assert memory.available_memory() > 1 << 20
+
+
+def group(folder: Path, **files: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / f"memory.{name}").write_text(f"{content}\n")
+    return folder
+
+
+def test_room_in_a_container(tmp_path: Path) -> None:
+    """What others in it have taken is not there for us; files that can be dropped are."""
+    assert memory.container_room(tmp_path) is None
+    group(tmp_path, max=1000, current=700, stat="anon 500\ninactive_file 150\nactive_file 50")
+    assert memory.container_room(tmp_path) == 450
+    group(tmp_path, max=600)
+    assert memory.container_room(tmp_path) == 50
+    group(tmp_path, max=100)
+    assert memory.container_room(tmp_path) == 0
+    group(tmp_path, max="max")
+    assert memory.container_room(tmp_path) is None
+
+
+def test_room_in_a_container_of_the_older_kind(tmp_path: Path) -> None:
+    stat = "inactive_file 1\ntotal_inactive_file 150"
+    group(tmp_path / "memory", limit_in_bytes=1000, usage_in_bytes=700, stat=stat)
+    assert memory.container_room(tmp_path) == 450
+    group(tmp_path / "memory", limit_in_bytes=9223372036854771712)
+    assert memory.container_room(tmp_path) is None
+
+
+def test_the_container_bounds_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "container_room", lambda: 12345)
+    assert memory.available_memory() == 12345
+    monkeypatch.setattr(memory, "container_room", lambda: None)
     assert memory.available_memory() > 1 << 20
