@@ -193,7 +193,7 @@ class Scheduler:
         insort(self.waiting, request, key=lambda waiting: waiting.serial)
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
-        while budget > 0 and self.waiting:
+        while budget > 0 and self.waiting and self._num_running() < self.config.max_num_seqs:
             for request in self._candidates():
                 if budget <= 0 or not self._admit(step, request):
                     return
@@ -211,7 +211,7 @@ class Scheduler:
     def _admit(self, step: Step, request: Request) -> bool:
         """Hold blocks for a whole prompt (or what a branch has of it); False to wait on."""
         live = request.live_branches
-        running = sum(len(other.live_branches) for other in self.running)
+        running = self._num_running()
         if running and running + len(live) > self.config.max_num_seqs:
             return False
         spare = 0
@@ -234,6 +234,9 @@ class Scheduler:
         request.to_prefill = live[:1] if request.is_fresh else live
         self._note_cached(request)
         return True
+
+    def _num_running(self) -> int:
+        return sum(len(request.live_branches) for request in self.running)
 
     def _tail_blocks(self, branch: Branch) -> int:
         """Blocks that a branch will want beside those it shares with its siblings."""

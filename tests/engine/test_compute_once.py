@@ -58,3 +58,25 @@ def test_n_samples_prefill_the_prompt_once(make_llm: MakeLLM, n: int) -> None:
     assert len({completion.token_ids for completion in output.outputs}) == n
     # 3 full blocks of the prompt and its open end, and 8 x (copied end + 1) for the branches.
     assert llm.stats().engine.peak_blocks_held <= 4 + n * 2
+
+
+def test_a_full_engine_leaves_the_waiting_alone(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking up every waiting prompt at every step cost more than a step of decoding."""
+    llm = make_llm(max_num_seqs=2)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    for number in range(6):
+        llm.engine.add_request([number + 1] * 20, params)
+    llm.engine.step()
+    assert len(llm.engine.scheduler.running) == 2
+    looked: list[int] = []
+    match = llm.cache.match
+    monkeypatch.setattr(llm.cache, "match", lambda *a: looked.append(1) or match(*a))
+    for _ in range(5):
+        llm.engine.step()
+    assert not looked
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert looked
+    assert llm.engine.counters.requests == 6
