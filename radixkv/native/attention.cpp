@@ -231,12 +231,13 @@ float soften(
     float* scores, int64_t begin, int64_t end, int64_t count, float scale, Sums& sums,
     bf16* weights) {
   const int64_t used = (count + PAIR - 1) / PAIR * PAIR;
-  if (begin >= end) {
+  begin = std::max<int64_t>(begin, 0);
+  if (begin >= end) {  // A row that ends before these keys, or begins behind them.
     std::memset(weights, 0, used * sizeof(bf16));
     return 1.f;
   }
   if (begin > 0 || end < used) {
-    std::fill(scores, scores + std::max<int64_t>(begin, 0), NONE);
+    std::fill(scores, scores + begin, NONE);
     std::fill(scores + end, scores + used, NONE);
   }
   __m512 most = _mm512_set1_ps(NONE), also = most;

@@ -87,6 +87,15 @@ def test_long_runs_of_many_queries_are_cut_and_merged() -> None:
     check(step, attend(scale=0.2, span=Span(window=700)))
 
 
+@pytest.mark.parametrize("first", [497, 505, 511])
+@pytest.mark.parametrize("span", [FULL, Span(window=530)])
+def test_queries_on_both_sides_of_a_cut_between_keys(first: int, span: Span) -> None:
+    """Where keys are cut, a tile of queries may begin before the keys that it ends among."""
+    step = Step.of([lone(first + 30, 16, 30)], 16, Shape(2, 3, 64, 64, BF16))
+    check(step, attend(scale=0.1, span=span))
+    check(Step.of([lone(first + 30, 16, 30)], 16, Shape(1, 1, 256, 256, BF16)), attend(scale=0.1))
+
+
 def test_sinks() -> None:
     step = Step.of(forest(8, 4, depth=2, rows=5), 4, Shape(2, 3, 32, 32, BF16))
     for sinks in (torch.linspace(-3, 4, 6), torch.full((6,), -100.0)):
