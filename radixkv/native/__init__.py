@@ -63,5 +63,8 @@ def is_available() -> bool:
 
 
 def has_attention() -> bool:
-    """Whether the compiled attention is there too: it needs AMX, the others do not."""
-    return is_available() and hasattr(torch.ops.radixkv, "paged_attention")
+    """Whether the compiled attention is there too: it needs AMX, and the kernel's leave to use it."""
+    if not (is_available() and hasattr(torch.ops.radixkv, "paged_attention")):
+        return False
+    allowed: bool = torch.ops.radixkv.allow_tiles()
+    return allowed

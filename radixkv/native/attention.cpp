@@ -492,6 +492,9 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
     const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
     const at::Tensor& items, const at::Tensor& tables, const at::Tensor& positions,
     const at::Tensor& first, double scale) {
+  TORCH_CHECK(query.dim() == 3 && keys.dim() == 4 && values.dim() == 4, "dimensions");
+  TORCH_CHECK(keys.sizes().slice(0, 3) == values.sizes().slice(0, 3), "a value a key");
+  TORCH_CHECK(keys.size(1) > 0 && keys.size(2) > 0, "an empty store");
   const int64_t tokens = query.size(0), heads = query.size(1);
   Inputs in{};
   in.block_size = keys.size(1);
@@ -502,11 +505,14 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
   for (const at::Tensor* tensor : {&query, &keys, &values})
     TORCH_CHECK(tensor->scalar_type() == at::kBFloat16, "queries, keys and values must be bfloat16");
   TORCH_CHECK(query.stride(2) == 1 && keys.is_contiguous() && values.is_contiguous(), "strides");
+  TORCH_CHECK(query.size(2) == in.key_dim, "queries must be as wide as keys");
   TORCH_CHECK(in.key_dim % PAIR == 0 && in.key_dim <= MAX_DIM, "key_dim");
   TORCH_CHECK(in.value_dim % PAIR == 0 && in.value_dim <= MAX_DIM, "value_dim");
   TORCH_CHECK(heads % in.kv_heads == 0 && in.groups <= HEAD_ROWS, "heads");
   TORCH_CHECK(items.scalar_type() == at::kInt && tables.scalar_type() == at::kInt, "int32");
   TORCH_CHECK(items.is_contiguous() && items.size(1) == ITEM_FIELDS, "items");
+  for (const at::Tensor* tensor : {&tables, &positions, &first})
+    TORCH_CHECK(tensor->dim() == 1 && tensor->is_contiguous(), "lists must be contiguous");
   TORCH_CHECK(positions.scalar_type() == at::kLong && first.scalar_type() == at::kLong, "int64");
   TORCH_CHECK(positions.size(0) == tokens && first.size(0) == tokens, "a position a token");
   TORCH_CHECK(scale > 0, "scale");
@@ -556,6 +562,7 @@ TORCH_LIBRARY_FRAGMENT(radixkv, library) {
   library.def(
       "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor items, Tensor tables, "
       "Tensor positions, Tensor first, float scale) -> (Tensor, Tensor)");
+  library.def("allow_tiles() -> bool", &allow_tiles);
 }
 
 TORCH_LIBRARY_IMPL(radixkv, CPU, library) { library.impl("paged_attention", &paged_attention); }

@@ -66,8 +66,9 @@ void normalise(
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& hidden, const std::optional<at::Tensor>& added, double alpha,
     const at::Tensor& weight, double eps) {
+  TORCH_CHECK(weight.dim() == 1 && weight.numel() > 0, "weight");
   const int64_t width = weight.size(0), rows = hidden.numel() / width;
-  TORCH_CHECK(hidden.size(-1) == width && weight.dim() == 1, "a weight for each element of a row");
+  TORCH_CHECK(hidden.size(-1) == width, "a weight for each element of a row");
   TORCH_CHECK(hidden.is_contiguous() && weight.is_contiguous(), "contiguous tensors are needed");
   if (added) {
     TORCH_CHECK(added->is_contiguous() && added->sizes() == hidden.sizes(), "added");
@@ -161,7 +162,10 @@ void write_kv(
     const int64_t width = to.size(2) * to.size(3), bytes = width * to.element_size();
     TORCH_CHECK(to.is_contiguous() && from.scalar_type() == to.scalar_type(), "store");
     TORCH_CHECK(from.size(0) == tokens && from.size(1) == to.size(2), "a row of heads a token");
-    TORCH_CHECK(from.stride(2) == 1 && from.stride(1) == to.size(3), "heads side by side");
+    TORCH_CHECK(from.size(2) == to.size(3), "heads of the store's width");
+    // The stride of an axis of one means nothing.
+    const bool together = from.size(1) == 1 || from.stride(1) == to.size(3);
+    TORCH_CHECK(from.stride(2) == 1 && together, "heads side by side");
     const int64_t most = to.size(0) * to.size(1), step = from.stride(0) * from.element_size();
     const char* source = static_cast<const char*>(from.const_data_ptr());
     char* target = static_cast<char*>(to.mutable_data_ptr());

@@ -139,6 +139,22 @@ def test_queries_in_any_strides() -> None:
     assert float((found - expected).norm() / expected.norm()) < TOLERANCE[BF16]
 
 
+def test_one_key_head_in_any_stride() -> None:
+    """Of an axis of one, the stride is whatever a model's own operators leave there."""
+    step = Step.of([lone(40, 16, 7)], 16, Shape(1, 3, 32, 32, BF16))
+    for name in ("key", "value"):
+        given = getattr(step, name)
+        other = torch.empty_strided(given.shape, (32, 7 * 32, 1), dtype=BF16)
+        setattr(step, name, other.copy_(given))
+    check(step, attend())
+
+
+def test_without_leave_to_use_tiles_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.radixkv, "allow_tiles", lambda: False)
+    assert not native.has_attention()
+    assert type(choose_backend(KVStore([LayerShape(1, 32, 32)], 1, 16, BF16))) is TorchBackend
+
+
 def test_what_the_operator_lacks_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("the operator was called")
@@ -198,11 +214,17 @@ def test_the_operator_refuses_what_it_would_misread() -> None:
         {"keys": keys.transpose(1, 2)},
         {"query": torch.zeros(1, 4, 48, dtype=BF16), "keys": torch.zeros(4, 16, 2, 48).to(BF16)},
         {"query": torch.zeros(1, 3, 32, dtype=BF16)},
+        {"query": torch.zeros(1, 4, 16, dtype=BF16)},
+        {"query": query[0]},
+        {"values": keys[:, :, :1].contiguous()},
+        {"values": keys[:2]},
+        {"keys": keys[:, :, :0], "values": keys[:, :, :0]},
         {"items": item.long()},
         {"items": item[:, :4].contiguous()},
         {"positions": place.int()},
         {"first": torch.zeros(2, dtype=torch.int64)},
         {"tables": table.long()},
+        {"tables": torch.zeros(8, dtype=torch.int32)[::2]},
     ):
         with pytest.raises(RuntimeError):
             call(**changes)

@@ -165,6 +165,8 @@ def test_compiled_operators_refuse_what_they_would_misread() -> None:
         lambda: ops.write_kv(kv, kv, store, store, slots.int()),
         lambda: ops.write_kv(kv, kv, store.bfloat16(), store, slots),
         lambda: ops.write_kv(kv[:1], kv, store, store, slots),
+        lambda: ops.write_kv(kv[..., :16], kv, store, store, slots),
+        lambda: ops.add_rms_norm(x[:, :0], None, 1.0, weight[:0], 1e-5),
     ):
         with pytest.raises(RuntimeError):
             call()
