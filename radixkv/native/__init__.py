@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = ("attention.cpp", "blocks.cpp")
 HEADERS = ("vectors.h",)
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp")
 
 
 def source_folder() -> Path:
@@ -36,12 +37,23 @@ def missing_feature() -> str | None:
     return None
 
 
+def compile_flags() -> list[str]:
+    """The compiler's flags: the instructions that `missing_feature` looks for, and AMX if it is there.
+
+    Not all that this CPU has: a folder may be shared with others that are told apart by less.
+    """
+    tiles = torch.cpu.get_capabilities().get("amx_bf16")
+    cpu = ["-march=x86-64-v4", "-mavx512bf16", *(["-mamx-tile", "-mamx-bf16"] if tiles else [])]
+    return [*FLAGS, *cpu]
+
+
 def library_path() -> Path:
     """Where the compiled operators of this version, torch and CPU lie, or would lie."""
     sources = [(source_folder() / name).read_text() for name in (*SOURCES, *HEADERS)]
     cpu = torch.cpu.get_capabilities()
     features = [name for name in sorted(cpu) if cpu[name] is True]
-    digest = hashlib.sha256("\0".join([*sources, torch.__version__, *features]).encode())
+    parts = [*sources, *compile_flags(), torch.__version__, *features]
+    digest = hashlib.sha256("\0".join(parts).encode())
     return cache_folder() / "native" / f"radixkv-{digest.hexdigest()[:16]}.so"
 
 

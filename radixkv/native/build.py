@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,7 @@ import torch
 from torch.utils import cpp_extension
 
 from radixkv.errors import NativeBuildError
-from radixkv.native import SOURCES, library_path, missing_feature, source_folder
-
-# The source uses intrinsics, so it is compiled for the CPU that it runs on.
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-fopenmp"]
+from radixkv.native import SOURCES, compile_flags, library_path, missing_feature, source_folder
 
 
 def build() -> Path:
@@ -35,8 +33,10 @@ def build() -> Path:
     path = library_path()
     if path.is_file():
         return path
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    # CXX may be more than a path: "ccache g++".
+    chosen = shutil.which("g++") or shutil.which("clang++")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ([chosen] if chosen else [])
+    if not compiler:
         raise NativeBuildError("no C++ compiler was found: install g++, or set CXX")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,11 +45,11 @@ def build() -> Path:
             for name in SOURCES:
                 objects.append(str(Path(folder) / f"{name}.o"))
                 source = str(source_folder() / name)
-                _run([compiler, *FLAGS, *_includes(), "-c", source, "-o", objects[-1]])
+                _run([*compiler, *compile_flags(), *_includes(), "-c", source, "-o", objects[-1]])
             # Linked without -fopenmp: a second OpenMP beside torch's would mean a second pool of
             # threads, each waiting for the other.
             made = Path(folder) / path.name
-            _run([compiler, "-shared", *objects, *_libraries(), "-o", str(made)])
+            _run([*compiler, "-shared", *objects, *_libraries(), "-o", str(made)])
             made.replace(path)
     except OSError as error:
         raise NativeBuildError(f"the compiled operators cannot be stored: {error}") from error
@@ -57,7 +57,10 @@ def build() -> Path:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NativeBuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
         said = "\n".join(done.stderr.strip().splitlines()[:20])
         raise NativeBuildError(f"{command[0]} failed:\n{said}")

@@ -46,6 +46,15 @@ def test_the_library_is_named_by_what_it_depends_on(
     (other / "vectors.h").write_text("// changed")
     monkeypatch.setattr(native, "source_folder", lambda: other)
     assert native.library_path() != path
+    monkeypatch.undo()
+    monkeypatch.setenv("RADIXKV_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("-O1",))
+    assert native.library_path() != path
+
+
+def test_nothing_is_compiled_for_what_the_name_does_not_tell() -> None:
+    """A home folder may be shared by machines whose CPUs differ in more than torch looks at."""
+    assert not [flag for flag in native.compile_flags() if "native" in flag]
 
 
 def test_a_cpu_that_lacks_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +86,20 @@ def test_what_the_compiler_says_is_passed_on(
         build.build()
     assert list((tmp_path / "native").iterdir()) == []
     assert not native.is_available()
+
+
+@pytest.mark.usefixtures("able")
+def test_a_compiler_with_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "env LANG=C false")
+    with pytest.raises(NativeBuildError, match="env failed"):
+        build.build()
+
+
+@pytest.mark.usefixtures("able")
+def test_a_compiler_that_cannot_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/compiler")
+    with pytest.raises(NativeBuildError, match="/nowhere/compiler cannot be run"):
+        build.build()
 
 
 @pytest.mark.usefixtures("able")
