@@ -36,6 +36,13 @@ FUSED_LAYERS = frozenset(
     )
 )
 
+# Their attention reads the window off the configuration, for all layers alike.
+ONE_WINDOW = frozenset({"MistralDecoderLayer", "Phi3DecoderLayer"})
+# Gemma3's attention keeps a cap of its logits, and does not use it.
+SOFT_CAPPED = frozenset({"Gemma2DecoderLayer"})
+
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
 
 class FusedBlock(nn.Module):
     """Takes the place of one decoder layer whose class stands in `FUSED_LAYERS`."""
@@ -49,21 +56,26 @@ class FusedBlock(nn.Module):
         self.head_dim: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.rotates: bool = bool(getattr(attention, "use_rope", True))
-        self.qkv_proj = _joined(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        self.qkv_proj = _joined(attention, QKV, "qkv_proj")
         self.o_proj = attention.o_proj
-        self.gate_up_proj = _joined(mlp, ("gate_proj", "up_proj"), "gate_up_proj")
+        self.gate_up_proj = _joined(mlp, GATE_UP, "gate_up_proj")
         self.down_proj = mlp.down_proj
         self.gate = Gate(getattr(mlp, "act_fn", None) or mlp.activation_fn)
         config = attention.config
         self.key_width: int = config.num_key_value_heads * self.head_dim
         self.query_width: int = config.num_attention_heads * self.head_dim
+        kind = type(layer).__name__
+        windowed, capped = config if kind in ONE_WINDOW else attention, kind in SOFT_CAPPED
         self.keywords = {
-            "sliding_window": getattr(attention, "sliding_window", None),
-            "softcap": getattr(attention, "attn_logit_softcapping", None),
+            "sliding_window": getattr(windowed, "sliding_window", None),
+            "softcap": attention.attn_logit_softcapping if capped else None,
         }
         self.query_norm, self.key_norm = _norm(attention, "q_norm"), _norm(attention, "k_norm")
         self.residual_scale = float(getattr(layer, "residual_multiplier", 1.0))
         self._place_norms(layer)
+        # Last, for only from here on is the layer no longer whole.
+        _empty(attention, QKV)
+        _empty(mlp, GATE_UP)
 
     def _place_norms(self, layer: Any) -> None:
         """Before, after, or on both sides of attention and of the feed-forward network."""
@@ -140,9 +152,9 @@ class FusedBlock(nn.Module):
     def restored(self) -> nn.Module:
         """The layer that this block replaced, with its weights."""
         layer = self._own[0]
-        _split(layer.self_attn, ("q_proj", "k_proj", "v_proj"), self.qkv_proj)
+        _split(layer.self_attn, QKV, self.qkv_proj)
         layer.self_attn.o_proj = self.o_proj
-        _split(layer.mlp, ("gate_proj", "up_proj"), self.gate_up_proj)
+        _split(layer.mlp, GATE_UP, self.gate_up_proj)
         layer.mlp.down_proj = self.down_proj
         own: nn.Module = layer
         return own
@@ -171,20 +183,30 @@ def can_fuse(model: Model) -> bool:
 
 
 def fuse_blocks(model: Model) -> None:
-    """Replace the model's decoder layers of the llama shape."""
+    """Replace the model's decoder layers of the llama shape: all of them, or none if that fails."""
     rotary = Rotary()
-    for layers in _layer_lists(model):
-        for index, layer in enumerate(layers):
-            if _can_fuse(layer):
-                layers[index] = FusedBlock(layer, rotary)
+    made: dict[nn.Module, FusedBlock] = {}  # A model may run through one layer several times.
+    try:
+        for layers in _layer_lists(model):
+            for index, layer in enumerate(layers):
+                if _can_fuse(layer):
+                    if layer not in made:
+                        made[layer] = FusedBlock(layer, rotary)
+                    layers[index] = made[layer]
+    except BaseException:
+        restore_blocks(model)
+        raise
 
 
 def restore_blocks(model: Model) -> None:
     """Give the model its own layers back, with the weights it has now."""
+    own: dict[nn.Module, nn.Module] = {}
     for layers in _layer_lists(model):
         for index, layer in enumerate(layers):
             if isinstance(layer, FusedBlock):
-                layers[index] = layer.restored()
+                if layer not in own:
+                    own[layer] = layer.restored()
+                layers[index] = own[layer]
 
 
 def _layer_lists(model: Model) -> list[nn.ModuleList]:
@@ -204,11 +226,14 @@ def _norm(parent: Any, name: str) -> Norm | None:
 
 
 def _joined(parent: Any, names: tuple[str, ...], whole: str) -> nn.Module:
-    """One linear layer in place of several that read the same input; theirs are emptied."""
+    """One linear layer in place of several that read the same input."""
     if hasattr(parent, whole):
         joined: nn.Module = getattr(parent, whole)
         return joined
     parts = [getattr(parent, name) for name in names]
+    kinds = {(type(part), part.weight.dtype, part.bias is None) for part in parts}
+    if len(kinds) > 1 or type(parts[0]) is not nn.Linear:
+        raise TypeError(f"{', '.join(names)} are not linear layers of one kind")
     linear = nn.Linear(
         parts[0].in_features, sum(part.out_features for part in parts), bias=False, device="meta"
     )
@@ -217,9 +242,14 @@ def _joined(parent: Any, names: tuple[str, ...], whole: str) -> nn.Module:
     if parts[0].bias is not None:
         bias = torch.cat([part.bias.detach() for part in parts])
         linear.bias = nn.Parameter(bias, requires_grad=False)
-    for part in parts:
-        part.weight = part.bias = None
     return linear.eval()
+
+
+def _empty(parent: Any, names: tuple[str, ...]) -> None:
+    """Let go of the weights that a joined layer has copies of."""
+    for name in names:
+        if (part := getattr(parent, name, None)) is not None:
+            part.weight = part.bias = None
 
 
 def _split(parent: Any, names: tuple[str, ...], linear: Any) -> None:

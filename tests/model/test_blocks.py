@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from families import build
@@ -98,6 +100,78 @@ def test_blocks_that_compute_something_else_are_not_used(
     adapter = adapt(model)
     assert type(adapter) is FunctionAdapter
     assert fused_layers(model) == 0
+
+
+def unchanged(model: Any, change: Any) -> None:
+    """The model is served, with or without blocks, and computes the same before and after."""
+    change(model)
+    expected = logits(model)
+    kinds = [type(module) for module in model.modules()]
+    adapter = adapt(model)
+    adapter.close()
+    assert [type(module) for module in model.modules()] == kinds
+    assert torch.equal(logits(model), expected)
+
+
+def test_one_layer_that_stands_in_two_places() -> None:
+    def repeat(model: Any) -> None:
+        model.model.layers[2] = model.model.layers[0]
+
+    unchanged(build("llama"), repeat)
+    model = build("llama")
+    repeat(model)
+    fuse_blocks(model)
+    assert model.model.layers[2] is model.model.layers[0]
+    restore_blocks(model)
+    assert model.model.layers[2] is model.model.layers[0]
+
+
+@pytest.mark.parametrize(
+    "break_layer",
+    [
+        pytest.param(lambda layer, _: setattr(layer, "input_layernorm", nn.Identity()), id="norm"),
+        pytest.param(lambda layer, first: setattr(layer, "mlp", first.mlp), id="shared mlp"),
+        pytest.param(
+            lambda layer, _: setattr(
+                layer.self_attn.k_proj, "bias", nn.Parameter(torch.ones(32), requires_grad=False)
+            ),
+            id="bias",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_rewritten_leaves_the_others_whole(break_layer: Any) -> None:
+    model = build("llama")
+    break_layer(model.model.layers[-1], model.model.layers[0])
+    with pytest.raises((AttributeError, TypeError)):
+        FusedAdapter(model)
+    unchanged(model, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"layer_types": ["full_attention"] * 2}, {"use_sliding_window": False}], ids=str
+)
+def test_windows_are_those_of_the_layers_own_attention(own: dict[str, Any]) -> None:
+    """Windows longer than the check's text, which it cannot see."""
+    config = MistralConfig(
+        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=100, **own,
+    )  # fmt: skip
+    for kind in (FunctionAdapter, FusedAdapter):
+        adapter = kind(MistralForCausalLM(config).eval())
+        assert [call.span.window for call in adapter._calls] == [100, 100], kind
+
+
+def test_a_cap_that_attention_does_not_use_is_none() -> None:
+    model = build("gemma3_text")
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 50.0
+    fuse_blocks(model)
+    assert {layer.keywords["softcap"] for layer in model.model.layers} == {None}
+    model = build("gemma2")
+    fuse_blocks(model)
+    assert {layer.keywords["softcap"] for layer in model.model.layers} == {
+        model.config.attn_logit_softcapping
+    }
 
 
 def test_an_adapter_that_fails_gives_the_layers_back(monkeypatch: pytest.MonkeyPatch) -> None:
