@@ -137,14 +137,14 @@ class EvictionQueue:
         """Add a leaf, or compute its place anew; O(log n)."""
         if node.entry is not None:
             self.discard(node)
-        node.entry = self._entry(node)
+        expires_at = node.retention.expires_at
+        # One reading for both: else a hint that runs out in between would never be demoted.
+        now = self.clock() if expires_at != math.inf else 0.0
+        node.entry = [self.policy.key(node, now), node.serial, next(self._tick), node]
         heappush(self._heap, node.entry)
-        if node.retention.expires_at != math.inf and self.clock() < node.retention.expires_at:
-            expiry = self._expiry[node.serial] = (node.retention.expires_at, node.serial, node)
+        if now < expires_at != math.inf:
+            expiry = self._expiry[node.serial] = (expires_at, node.serial, node)
             self._expiring.add(expiry)
-
-    def _entry(self, node: RadixNode) -> QueueEntry:
-        return [self._current_key(node), node.serial, next(self._tick), node]
 
     def _current_key(self, node: RadixNode) -> Key:
         expires = node.retention.expires_at != math.inf
@@ -179,7 +179,8 @@ class EvictionQueue:
             elif entry is moved or entry[0] == self._current_key(node):
                 return node
             else:
-                node.entry = moved = self._entry(node)
+                moved = [self._current_key(node), node.serial, next(self._tick), node]
+                node.entry = moved
                 heapreplace(heap, moved)
 
     def _demote_expired(self) -> None:

@@ -45,6 +45,16 @@ def test_an_unknown_policy_is_refused_by_name() -> None:
         make_cache(eviction="mru")
 
 
+def test_a_hint_that_runs_out_while_its_leaf_is_put_in_is_not_for_ever() -> None:
+    """Time goes on between two looks at the clock."""
+    readings = iter([99.0, *[101.0] * 20])
+    queue = EvictionQueue(Priority(), lambda: next(readings))
+    hinted, plain = leaf(0, Retention(priority=3, expires_at=100.0)), leaf(1)
+    queue.put(hinted)
+    queue.put(plain)
+    assert queue.victim() is hinted
+
+
 def test_a_policy_must_have_a_key() -> None:
     with pytest.raises(TypeError, match="EvictionPolicy must define key"):
         EvictionPolicy().key(leaf(0), 0.0)
