@@ -98,6 +98,7 @@ class LLM:
             model = load_model(model, dtype, progress=progress)
         self.loaded = model
         self.seed = seed
+        self._closed = False
         self._adapter = adapt(model.model)
         try:
             layers = self._adapter.layers
@@ -111,22 +112,22 @@ class LLM:
                 max_num_seqs * length,
             )
             store = KVStore(layers, num_blocks, block_size, model.dtype)
+            pack_linears(model.model)
+            self.cache = PrefixCache(
+                CacheConfig(num_blocks=num_blocks, block_size=block_size, eviction=eviction)
+            )
+            self.engine = Engine(
+                ModelRunner(self._adapter, choose_backend(store), EngineCounters()),
+                self.cache,
+                engine_config,
+                vocab_size=model.vocab_size,
+                max_model_len=context,
+                tokenizer=_decoder(model.tokenizer),
+                eos_token_ids=model.eos_token_ids,
+            )
         except BaseException:
-            self._adapter.close()
+            self._give_back()
             raise
-        pack_linears(model.model)
-        self.cache = PrefixCache(
-            CacheConfig(num_blocks=num_blocks, block_size=block_size, eviction=eviction)
-        )
-        self.engine = Engine(
-            ModelRunner(self._adapter, choose_backend(store), EngineCounters()),
-            self.cache,
-            engine_config,
-            vocab_size=model.vocab_size,
-            max_model_len=context,
-            tokenizer=_decoder(model.tokenizer),
-            eos_token_ids=model.eos_token_ids,
-        )
         # Who wants what a step adds to a request: streams may take turns.
         self._inboxes: dict[str, tuple[deque[TokenDelta], str]] = {}
 
@@ -284,8 +285,17 @@ class LLM:
         return self.cache.render(None if tokenizer is None else tokenizer.decode)
 
     def close(self) -> None:
-        """End all requests and give the model its own attention and weights back."""
+        """End all requests and give the model its own attention and weights back.
+
+        Once: by then another may serve the model.
+        """
+        if self._closed:
+            return
         self.engine.shutdown()
+        self._closed = True
+        self._give_back()
+
+    def _give_back(self) -> None:
         self._adapter.close()
         unpack_linears(self.loaded.model)
 

@@ -17,6 +17,7 @@ from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.errors import ConfigError, EngineStoppedError, RequestError
 from radixkv.llm import LLM
 from radixkv.model.adapter import adapt
+from radixkv.model.function_adapter import IMPLEMENTATION
 from radixkv.model.loading import LoadedModel
 
 MakeLLM = Callable[..., LLM]
@@ -77,6 +78,35 @@ def test_a_closed_llm_leaves_the_model_as_it_was(make_llm: MakeLLM, tiny: Loaded
     after = tiny.model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_closing_again_leaves_who_serves_the_model_next_alone(
+    make_llm: MakeLLM, tiny: LoadedModel
+) -> None:
+    first = make_llm()
+    first.close()
+    second = make_llm()
+    first.close()
+    assert tiny.model.config._attn_implementation == IMPLEMENTATION
+    assert second.generate([prompt(1)], GREEDY)[0].error is None
+
+
+def test_an_llm_that_cannot_be_made_leaves_the_model_as_it_was(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    kinds = [type(module) for module in tiny.model.modules()]
+    for name in ("pack_linears", "Engine"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"radixkv.llm.{name}", fail)
+            if name == "Engine":
+                patched.setattr(f"radixkv.llm.{name}", lambda *_, **__: fail())
+            with pytest.raises(MemoryError):
+                LLM(tiny, kv_memory="1MiB")
+        assert [type(module) for module in tiny.model.modules()] == kinds
+        assert tiny.model.config._attn_implementation != IMPLEMENTATION
 
 
 def test_logprobs(make_llm: MakeLLM, tiny: LoadedModel) -> None:
