@@ -38,7 +38,7 @@ def missing_feature() -> str | None:
 
 
 def compile_flags() -> list[str]:
-    """The compiler's flags: the instructions that `missing_feature` looks for, and AMX if it is there.
+    """The compiler's flags: what `missing_feature` looks for, and AMX where torch sees it.
 
     Not all that this CPU has: a folder may be shared with others that are told apart by less.
     """
@@ -75,7 +75,7 @@ def is_available() -> bool:
 
 
 def has_attention() -> bool:
-    """Whether the compiled attention is there too: it needs AMX, and the kernel's leave to use it."""
+    """Whether the compiled attention is there too: it needs AMX, and leave to use it."""
     if not (is_available() and hasattr(torch.ops.radixkv, "paged_attention")):
         return False
     allowed: bool = torch.ops.radixkv.allow_tiles()
