@@ -2,6 +2,10 @@
 
     params        SamplingParams: what a request asks for, checked when it is made
     sampler       sample: one token for each row of a batch of logits
+    edits, apply  LogitEdits: penalties, biases and bans, and what they change in a batch
+    counts        how often each token was generated
+    badwords      sequences of tokens that must not be generated
+    biases        TokenBiases: an immutable mapping from token ids to numbers
     filters       temperature, top_k, top_p and min_p, as transformers defines them
     rng, draw     one counter-based uniform number a row, and the token it picks
     logprobs      what is reported beside a token
@@ -12,6 +16,7 @@ Nothing here knows of blocks, caches or models.
 """
 
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
+from radixkv.decoding.edits import LogitEdits, logit_edits
 from radixkv.decoding.logprobs import TokenLogprobs
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import resolve_seed
@@ -21,6 +26,7 @@ from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
 __all__ = [
     "Detokenizer",
     "FinishReason",
+    "LogitEdits",
     "SampledTokens",
     "SamplingParams",
     "SamplingRow",
@@ -28,6 +34,7 @@ __all__ = [
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "logit_edits",
     "resolve_seed",
     "sample",
 ]

@@ -95,6 +95,23 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(integer(f"each of {name}", item, low=0) for item in items))
 
 
+def token_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    """Return an iterable of sequences of token ids as a tuple of tuples, without equal ones.
+
+    Raises
+    ------
+    RequestError
+        If any of them is empty, or holds anything but ints of at least 0.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for item in _items(name, value, "a list of lists of token ids"):
+        ids = _items(f"each of {name}", item, "a list of token ids")
+        if not ids:
+            raise RequestError(f"{name} must not hold an empty list, which matches everywhere")
+        found[tuple(integer(f"each id of {name}", token, low=0) for token in ids)] = None
+    return tuple(found)
+
+
 def _items(name: str, value: object, wanted: str) -> tuple[object, ...]:
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise RequestError(f"{name} must be {wanted}, got {value!r}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from radixkv.decoding import checks
+from radixkv.decoding.biases import TokenBiases
 from radixkv.decoding.unknown import names_unknown_keywords
 from radixkv.errors import RequestError
 
@@ -36,6 +37,23 @@ class SamplingParams:
         Keep the ``top_k`` likeliest tokens; 0 keeps all.
     min_p : float
         Keep tokens at least ``min_p`` times as likely as the likeliest; 0 keeps all.
+    repetition_penalty : float
+        Of each token in the prompt or generated so far, a positive logit is divided by it and a
+        negative one multiplied; 1 changes nothing. As transformers defines it.
+    presence_penalty, frequency_penalty : float
+        In [-2, 2]. From the logit of each token generated so far (the prompt does not count) the
+        first is subtracted once, the second as often as the token was generated.
+    logit_bias : mapping of int to float
+        Added to the logits of these token ids: in [-100, 100], and -100 forbids the token. Kept
+        as an immutable mapping.
+    bad_words : str or sequence of str
+        Words never generated, at a text's beginning or behind a space; kept as a tuple.
+    bad_words_ids : sequence of sequence of int
+        The same by token ids: the last of each is forbidden where the others were generated just
+        before it.
+    allowed_token_ids : sequence of int or None
+        The only tokens that may be sampled, so add the end token if it shall be one of them;
+        None: all.
     seed : int or None
         The same seed gives the same tokens, whatever else is in the batch. None: fresh entropy.
     stop : str or sequence of str
@@ -67,6 +85,13 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = TokenBiases({})
+    bad_words: str | Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -77,17 +102,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every value and bring it to its plain type (numpy scalars are welcome)."""
-        plain = {
-            "n": checks.integer("n", self.n, low=1),
-            "max_tokens": checks.integer("max_tokens", self.max_tokens, low=1),
-            "min_tokens": checks.integer("min_tokens", self.min_tokens, low=0),
-            "temperature": checks.number("temperature", self.temperature, 0, hint="0 is greedy"),
-            "top_p": checks.number("top_p", self.top_p, 0, 1, open_low=True, hint="1 keeps all"),
-            "top_k": checks.integer("top_k", self.top_k, low=0, hint="0 keeps all"),
-            "min_p": checks.number("min_p", self.min_p, 0, 1, hint="0 keeps all"),
-            "stop": checks.strings("stop", self.stop),
-            "stop_token_ids": checks.token_ids("stop_token_ids", self.stop_token_ids),
-        }
+        plain = {**self._plain_lengths(), **self._plain_filters(), **self._plain_edits()}
         if self.seed is not None:
             hint = "None draws a fresh one"
             plain["seed"] = checks.integer("seed", self.seed, low=0, high=MAX_SEED, hint=hint)
@@ -102,6 +117,48 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
+
+    def _plain_lengths(self) -> dict[str, object]:
+        return {
+            "n": checks.integer("n", self.n, low=1),
+            "max_tokens": checks.integer("max_tokens", self.max_tokens, low=1),
+            "min_tokens": checks.integer("min_tokens", self.min_tokens, low=0),
+            "stop": checks.strings("stop", self.stop),
+            "stop_token_ids": checks.token_ids("stop_token_ids", self.stop_token_ids),
+        }
+
+    def _plain_filters(self) -> dict[str, object]:
+        return {
+            "temperature": checks.number("temperature", self.temperature, 0, hint="0 is greedy"),
+            "top_p": checks.number("top_p", self.top_p, 0, 1, open_low=True, hint="1 keeps all"),
+            "top_k": checks.integer("top_k", self.top_k, low=0, hint="0 keeps all"),
+            "min_p": checks.number("min_p", self.min_p, 0, 1, hint="0 keeps all"),
+        }
+
+    def _plain_edits(self) -> dict[str, object]:
+        plain: dict[str, object] = {
+            "repetition_penalty": checks.number(
+                "repetition_penalty",
+                self.repetition_penalty,
+                0,
+                open_low=True,
+                hint="1 changes nothing",
+            ),
+            "logit_bias": TokenBiases(self.logit_bias),
+            "bad_words": checks.strings("bad_words", self.bad_words),
+            "bad_words_ids": checks.token_sequences("bad_words_ids", self.bad_words_ids),
+        }
+        for name in ("presence_penalty", "frequency_penalty"):
+            plain[name] = checks.number(name, getattr(self, name), -2, 2, hint="0 changes nothing")
+        if self.allowed_token_ids is not None:
+            allowed = checks.token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise RequestError(
+                    "allowed_token_ids is empty, which leaves no token to sample; "
+                    "None allows all of them"
+                )
+            plain["allowed_token_ids"] = allowed
+        return plain
 
     @property
     def greedy(self) -> bool:

@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.draw import draw
+from radixkv.decoding.edits import LogitEdits
 from radixkv.decoding.filters import weigh
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 from radixkv.decoding.params import SamplingParams
@@ -36,6 +38,8 @@ class SamplingRow(NamedTuple):
         Index, in its sequence, of the token that is being sampled.
     banned : sequence of int
         Tokens that must not be sampled; ids outside the vocabulary are ignored.
+    edits : LogitEdits or None
+        Of this continuation: what its parameters change in the logits; None for nothing.
     """
 
     params: SamplingParams
@@ -43,6 +47,7 @@ class SamplingRow(NamedTuple):
     branch: int = 0
     position: int = 0
     banned: Sequence[int] = ()
+    edits: LogitEdits | None = None
 
 
 class SampledTokens(NamedTuple):
@@ -54,12 +59,15 @@ class SampledTokens(NamedTuple):
         −1 where the row is not valid.
     valid : (rows,) bool
         False where the logits hold a NaN or +inf, or leave no token to choose.
+    exhausted : (rows,) bool
+        True where only the row's own edits are to blame for that: they forbid every token.
     logprobs : list of TokenLogprobs or None
         One a row; None for rows that did not ask, or are not valid.
     """
 
     token_ids: NDArray[np.int64]
     valid: NDArray[np.bool_]
+    exhausted: NDArray[np.bool_]
     logprobs: list[TokenLogprobs | None]
 
 
@@ -67,8 +75,9 @@ class SampledTokens(NamedTuple):
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Choose the next token of every row.
 
-    Greedy rows cost one argmax. Rows that sample are filtered in the order temperature, top_k,
-    top_p, min_p, and draw one counter-based uniform number each.
+    First come a row's edits: allowed tokens, bad words and banned tokens, biases, penalties (see
+    `apply_edits`). Greedy rows then cost one argmax. Rows that sample are filtered in the order
+    temperature, top_k, top_p, min_p, and draw one counter-based uniform number each.
 
     Parameters
     ----------
@@ -90,9 +99,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] == 0:
         raise ValueError(f"logits must be ({len(rows)}, vocab), got {tuple(logits.shape)}")
     token_ids, best = argmax(logits)
-    valid = np.isfinite(best)
+    sound = np.isfinite(best)
+    valid = sound.copy()
     greedy = np.array([row.params.greedy for row in rows], dtype=bool)
-    edited = np.array([len(row.banned) > 0 for row in rows], dtype=bool)
+    edited = np.array([len(row.banned) > 0 or row.edits is not None for row in rows], dtype=bool)
     if len(index := np.flatnonzero(valid & greedy & edited)):
         token_ids[index], best[index] = argmax(_edit(logits, rows, index))
         valid &= np.isfinite(best)
@@ -103,22 +113,15 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         token_ids[index] = draw(weights, uniforms(*keys))
         valid &= token_ids >= 0
     token_ids[~valid] = -1
-    return SampledTokens(token_ids, valid, _logprobs(logits, rows, token_ids))
+    return SampledTokens(token_ids, valid, sound & ~valid, _logprobs(logits, rows, token_ids))
 
 
 def _edit(logits: Tensor, rows: Sequence[SamplingRow], index: NDArray[np.int64]) -> Tensor:
-    """Copy the rows at ``index`` to float32 and apply to each what its request forbids."""
-    vocab = logits.shape[1]
+    """Copy the rows at ``index`` to float32 and change each as its request says."""
     copy = logits[torch.from_numpy(index).to(logits.device)].float()
-    hits = [
-        (at, token)
-        for at, row in enumerate(index.tolist())
-        for token in rows[row].banned
-        if 0 <= token < vocab
-    ]
-    if hits:
-        at, tokens = torch.tensor(hits, device=logits.device).T
-        copy[at, tokens] = -torch.inf
+    chosen = [rows[i] for i in index.tolist()]
+    if any(len(row.banned) or row.edits is not None for row in chosen):
+        apply_edits(copy, [row.edits for row in chosen], [row.banned for row in chosen])
     return copy
 
 

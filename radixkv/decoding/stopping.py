@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
+from radixkv.decoding.edits import LogitEdits
 from radixkv.decoding.params import SamplingParams
 from radixkv.errors import RequestError
 
@@ -54,6 +55,8 @@ class TextStream:
         The model's own end tokens.
     context : sequence of int
         The prompt's tokens (the last few will do), behind which the text is decoded.
+    edits : LogitEdits or None
+        Told of each token, and copied with the stream; for the sampler.
 
     Raises
     ------
@@ -69,6 +72,7 @@ class TextStream:
         "_pieces",
         "_stop_ids",
         "_stops",
+        "edits",
         "finish_reason",
         "params",
         "stop_reason",
@@ -82,10 +86,12 @@ class TextStream:
         *,
         eos_token_ids: Iterable[int] = (),
         context: Sequence[int] = (),
+        edits: LogitEdits | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
         self.params = params
+        self.edits = edits
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -130,6 +136,8 @@ class TextStream:
             raise RuntimeError("a token was pushed to a continuation that has ended")
         stops = token_id in self._stop_ids and not self.banned_tokens
         self.token_ids.append(token_id)
+        if self.edits is not None:
+            self.edits.push(token_id)
         if stops:
             reason = token_id if token_id in self.params.stop_token_ids else None
             return self._advance(self._flush(), "stop", reason)
@@ -155,6 +163,7 @@ class TextStream:
         twin.token_ids = self.token_ids.copy()
         twin._pieces = self._pieces.copy()
         twin._detokenizer = self._detokenizer and self._detokenizer.copy()
+        twin.edits = self.edits and self.edits.copy()
         return twin
 
     def _flush(self) -> str:

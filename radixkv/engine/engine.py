@@ -14,10 +14,12 @@ from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention, 
 from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
+    LogitEdits,
     SamplingParams,
     SamplingRow,
     TextStream,
     Tokenizer,
+    logit_edits,
     resolve_seed,
     sample,
 )
@@ -35,6 +37,11 @@ from radixkv.errors import (
 
 # Prompt tokens behind which the first generated ones are turned into text.
 CONTEXT_TOKENS = 8
+
+NO_TOKEN_LEFT = (
+    "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample; "
+    "allow more, or forbid less"
+)
 
 
 class Engine:
@@ -120,6 +127,7 @@ class Engine:
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             context=tokens[-CONTEXT_TOKENS:].tolist(),
+            edits=self._edits(tokens, params),
         )
         request.branches = [Branch(request, index, stream.copy()) for index in range(params.n)]
         with DeferredInterrupts():
@@ -135,7 +143,11 @@ class Engine:
             raise RequestError(f"params must be SamplingParams, not {params!r}")
         tokens = self._checked_prompt(prompt)
         self._check_size(len(tokens), params)
+        self._edits(tokens[:0], params)  # What it refuses does not depend on the prompt.
         return tokens
+
+    def _edits(self, prompt: npt.NDArray[np.int32], params: SamplingParams) -> LogitEdits | None:
+        return logit_edits(params, prompt, vocab_size=self.vocab_size, tokenizer=self.tokenizer)
 
     def _new_id(self) -> str:
         number = self._serial
@@ -269,10 +281,18 @@ class Engine:
         except Exception as error:
             return self._fail((branch.request for _, branch in sampling), error)
         deltas: list[TokenDelta] = []
-        for (_, branch), token, valid, logprobs in zip(
-            sampling, sampled.token_ids.tolist(), sampled.valid, sampled.logprobs, strict=True
+        for (_, branch), token, valid, exhausted, logprobs in zip(
+            sampling,
+            sampled.token_ids.tolist(),
+            sampled.valid,
+            sampled.exhausted,
+            sampled.logprobs,
+            strict=True,
         ):
             if branch.request.status is Status.FINISHED:
+                continue
+            if exhausted:
+                deltas += self._end(branch.request, RequestError(NO_TOKEN_LEFT))
                 continue
             if not valid:
                 deltas += self._fail_numerically(branch.request)
@@ -298,8 +318,14 @@ class Engine:
 
     def _sampling_row(self, row: ScheduledRow, branch: Branch) -> SamplingRow:
         request = branch.request
+        stream = branch.stream
         return SamplingRow(
-            request.params, request.seed, branch.index, row.stop, branch.stream.banned_tokens
+            request.params,
+            request.seed,
+            branch.index,
+            row.stop,
+            stream.banned_tokens,
+            stream.edits,
         )
 
     def _push(self, branch: Branch, token: int) -> TokenDelta:

@@ -26,6 +26,13 @@ def test_defaults() -> None:
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "bad_words": (),
+        "bad_words_ids": (),
+        "allowed_token_ids": None,
         "seed": None,
         "stop": (),
         "stop_token_ids": (),
@@ -46,6 +53,10 @@ def test_values_are_brought_to_plain_types() -> None:
         seed=np.uint64(2**64 - 1),
         stop=["a", "b", "a"],
         stop_token_ids=np.array([7, 7, 3]),
+        logit_bias={np.int64(7): np.float32(0.5), 3: -100},
+        bad_words="cat",
+        bad_words_ids=[np.array([5, 5]), (4,), [5, 5]],
+        allowed_token_ids=np.array([7, 7, 3]),
     )
     assert (params.n, params.seed) == (2, 2**64 - 1)
     assert type(params.n) is int
@@ -55,14 +66,25 @@ def test_values_are_brought_to_plain_types() -> None:
     assert type(params.top_p) is float
     assert params.stop == ("a", "b")
     assert params.stop_token_ids == (7, 3)
+    assert repr(params.logit_bias) == "{3: -100.0, 7: 0.5}"
+    assert params.bad_words == ("cat",)
+    assert params.bad_words_ids == ((5, 5), (4,))
+    assert params.allowed_token_ids == (7, 3)
     assert SamplingParams(stop="\n").stop == ("\n",)
     assert SamplingParams(stop=(s for s in "xy")).stop == ("x", "y")
 
 
 def test_it_is_an_immutable_value() -> None:
-    params = SamplingParams(stop="x", top_k=5)
-    assert dataclasses.replace(params, n=3) == SamplingParams(stop=("x",), top_k=5, n=3)
-    assert hash(params) == hash(SamplingParams(stop=["x"], top_k=5))
+    biases = {9: 1.0, 2: -100.0}
+    params = SamplingParams(stop="x", top_k=5, logit_bias=biases, bad_words_ids=[[1, 2]])
+    same = SamplingParams(stop=["x"], top_k=5, logit_bias={2: -100, 9: 1}, bad_words_ids=((1, 2),))
+    assert params == same
+    assert hash(params) == hash(same)
+    assert dataclasses.replace(params, n=3) == dataclasses.replace(same, n=3)
+    biases[9] = 2.0
+    assert params.logit_bias == {2: -100.0, 9: 1.0}
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        params.logit_bias[9] = 2.0  # type: ignore[index]
     for twin in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
         assert twin == params
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -118,6 +140,44 @@ def test_it_is_an_immutable_value() -> None:
         ({"stop_token_ids": "3"}, "stop_token_ids must be a list of token ids, got '3'"),
         ({"stop_token_ids": [-1]}, "each of stop_token_ids must be an int of at least 0, got -1"),
         ({"stop_token_ids": [True]}, "each of stop_token_ids must be an int of at least 0"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty must be a number in (0, inf) (1 changes nothing), got 0",
+        ),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be a number in (0, inf)"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty must be a number in (0, inf)"),
+        (
+            {"presence_penalty": 2.1},
+            "presence_penalty must be a number in [-2, 2] (0 changes nothing), got 2.1",
+        ),
+        ({"frequency_penalty": -2.1}, "frequency_penalty must be a number in [-2, 2]"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty must be a number in [-2, 2]"),
+        (
+            {"logit_bias": [(1, 2.0)]},
+            "logit_bias must be a mapping of token ids to biases, like {42: -100}, got [(1, 2.0)]",
+        ),
+        ({"logit_bias": None}, "logit_bias must be a mapping"),
+        (
+            {"logit_bias": {"7": 1}},
+            "each token id of logit_bias must be an int of at least 0, got '7'",
+        ),
+        ({"logit_bias": {-1: 1}}, "each token id of logit_bias must be an int of at least 0"),
+        (
+            {"logit_bias": {1: 100.5}},
+            "each bias of logit_bias must be a number in [-100, 100] (-100 forbids the token), "
+            "got 100.5",
+        ),
+        ({"logit_bias": {1: -math.inf}}, "each bias of logit_bias must be a number in [-100, 100]"),
+        ({"logit_bias": {1: math.nan}}, "each bias of logit_bias must be a number"),
+        ({"bad_words": [""]}, "bad_words must not hold an empty string"),
+        ({"bad_words": [3]}, "bad_words must hold strings only, got 3"),
+        ({"bad_words_ids": [3]}, "each of bad_words_ids must be a list of token ids, got 3"),
+        ({"bad_words_ids": 3}, "bad_words_ids must be a list of lists of token ids, got 3"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids must not hold an empty list"),
+        ({"bad_words_ids": [[-1]]}, "each id of bad_words_ids must be an int of at least 0"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty, which leaves no token to sample"),
+        ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of token ids, got 3"),
+        ({"allowed_token_ids": [-1]}, "each of allowed_token_ids must be an int of at least 0"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
         ({"include_stop_str_in_output": None}, "include_stop_str_in_output must be True or False"),
         ({"skip_special_tokens": "no"}, "skip_special_tokens must be True or False, got 'no'"),
@@ -148,9 +208,12 @@ def test_refused(given: dict[str, Any], message: str) -> None:
         ("temprature", "did you mean temperature?"),
         ("Top_K", "did you mean top_k?"),
         ("max_new_token", "did you mean max_tokens?"),
-        ("presence_penalty", "is not supported by this version"),
-        ("logit_bias", "is not supported by this version"),
-        ("zzzz", "the parameters are ignore_eos, include_stop_str_in_output, logprobs, max_tokens"),
+        ("repeat_penalty", "use repetition_penalty"),
+        ("suppress_tokens", "use logit_bias (a bias of -100 forbids a token)"),
+        ("presence_penality", "did you mean presence_penalty?"),
+        ("no_repeat_ngram_size", "is not supported by this version"),
+        ("grammar", "is not supported by this version"),
+        ("zzzz", "the parameters are allowed_token_ids, bad_words, bad_words_ids, frequency_penal"),
     ],
 )
 def test_unknown_keywords_name_the_nearest(name: str, hint: str) -> None:

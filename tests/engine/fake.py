@@ -16,7 +16,7 @@ import torch
 from radixkv.attention import AttentionBatch
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import SamplingParams, SamplingRow, TextStream, sample
+from radixkv.decoding import SamplingParams, SamplingRow, TextStream, logit_edits, sample
 from radixkv.engine import Engine, EngineCounters, ModelRunner
 
 VOCABULARY = 6
@@ -154,10 +154,11 @@ def naive(
     max_model_len: int = 64,
 ) -> tuple[list[int], str | None]:
     """What a model without any cache generates, and how it ends."""
-    stream = TextStream(params, None, eos_token_ids=[EOS])
     tokens = np.array(prompt, np.int64)
+    edits = logit_edits(params, tokens, vocab_size=VOCABULARY)
+    stream = TextStream(params, None, eos_token_ids=[EOS], edits=edits)
     while stream.finish_reason is None:
-        row = SamplingRow(params, seed, branch, len(tokens), stream.banned_tokens)
+        row = SamplingRow(params, seed, branch, len(tokens), stream.banned_tokens, stream.edits)
         token = int(sample(logits_of(words_of(tokens))[None], [row]).token_ids[0])
         stream.push(token)
         tokens = np.append(tokens, token)
