@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from fake import EOS, VOCABULARY, check_content, check_over, make_engine, naive
@@ -40,6 +40,14 @@ FAULTS = {
     "sampling fails": ValueError("no dice"),
     "NaN": None,
 }
+# What a request may change in its logits; each depends on other parts of a branch's state.
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 3.0},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    {"bad_words_ids": [[0, 1], [1, 1, 2], [3]], "logit_bias": {2: 1.5}},
+    {"allowed_token_ids": [0, 2, 4], "frequency_penalty": 2.0},
+]
 SITUATIONS = [
     "abort half prefilled",
     "abort of some branches",
@@ -181,6 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
             temperature=0 if greedy or self.serial % 3 == 0 else 1,
             seed=self.serial,
             ignore_eos=self.serial % 4 == 0,
+            **EDITS[0 if greedy else self.serial % len(EDITS)],
         )
         hint = EPHEMERAL if ephemeral else DEFAULT_RETENTION
         try:
