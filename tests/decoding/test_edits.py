@@ -171,9 +171,9 @@ def test_bad_words_by_hand() -> None:
 
 def test_the_order_of_operations() -> None:
     row = [4.0, 4.0, 4.0, 4.0]
-    # The bias goes first, so the penalty sees it: (4 - 6) * 2, not 4 / 2 - 6.
-    biased = by_hand(row, prompt=[0], logit_bias={0: -6}, repetition_penalty=2)
-    assert biased == [-4.0, 4.0, 4.0, 4.0]
+    # The bias goes first, so the penalty sees it: (4 - 8) * 2, not 4 / 2 - 8.
+    biased = by_hand(row, prompt=[0], logit_bias={0: -8}, repetition_penalty=2)
+    assert biased == [-8.0, 4.0, 4.0, 4.0]
     # Repetition goes before the other two: 4 / 2 - 1 - 1, not (4 - 1 - 1) / 2 = 1.
     given: dict[str, Any] = {"frequency_penalty": 1, "presence_penalty": 1}
     assert by_hand(row, generated=[0], repetition_penalty=2, **given) == [0.0, 4.0, 4.0, 4.0]
