@@ -320,12 +320,7 @@ class Engine:
         request = branch.request
         stream = branch.stream
         return SamplingRow(
-            request.params,
-            request.seed,
-            branch.index,
-            row.stop,
-            stream.banned_tokens,
-            stream.edits,
+            request.params, request.seed, branch.index, row.stop, stream.banned_tokens, stream.edits
         )
 
     def _push(self, branch: Branch, token: int) -> TokenDelta:
