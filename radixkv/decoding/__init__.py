@@ -1,6 +1,8 @@
 """From logits to tokens to text: parameters, sampling, detokenisation and stop conditions.
 
     params        SamplingParams: what a request asks for, checked when it is made
+    beam_params   BeamSearchParams: what a beam search asks for
+    beam          BeamSearch: beams and ended sequences from step to step; propose: its candidates
     sampler       sample: one token for each row of a batch of logits
     filters       temperature, top_k, top_p and min_p, as transformers defines them
     rng, draw     one counter-based uniform number a row, and the token it picks
@@ -11,6 +13,8 @@
 Nothing here knows of blocks, caches or models.
 """
 
+from radixkv.decoding.beam import Beam, BeamSearch, Candidates, Hypothesis, propose
+from radixkv.decoding.beam_params import BeamSearchParams
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
 from radixkv.decoding.logprobs import TokenLogprobs
 from radixkv.decoding.params import SamplingParams
@@ -19,8 +23,13 @@ from radixkv.decoding.sampler import SampledTokens, SamplingRow, sample
 from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
 
 __all__ = [
+    "Beam",
+    "BeamSearch",
+    "BeamSearchParams",
+    "Candidates",
     "Detokenizer",
     "FinishReason",
+    "Hypothesis",
     "SampledTokens",
     "SamplingParams",
     "SamplingRow",
@@ -28,6 +37,7 @@ __all__ = [
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "propose",
     "resolve_seed",
     "sample",
 ]
