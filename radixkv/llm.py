@@ -203,7 +203,7 @@ class LLM:
             and ``cumulative_logprob``. Fewer than were asked for only where the vocabulary leaves
             no more.
         """
-        for its in [params] if isinstance(params, BeamSearchParams) else params:
+        for its in params if isinstance(params, Sequence) else [params]:
             if not isinstance(its, BeamSearchParams):
                 raise RequestError(f"beam_search takes BeamSearchParams, not {its!r}")
         tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
