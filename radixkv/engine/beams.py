@@ -73,7 +73,9 @@ class BeamStepper:
         self.scheduler = scheduler
         self.counters = counters
 
-    def look(self, rows: Sequence[tuple[Branch, int]], logits: torch.Tensor) -> list[Request]:
+    def look(
+        self, rows: Sequence[tuple[Branch, int]], logits: torch.Tensor
+    ) -> dict[Request, Exception | None]:
         """Note what may follow each beam; changes no sequence.
 
         Parameters
@@ -84,28 +86,32 @@ class BeamStepper:
 
         Returns
         -------
-        list of Request
-            Those with logits that are no numbers.
+        dict of Request to exception or None
+            Those that cannot go on; None for logits that are no numbers.
         """
         by_request: dict[Request, list[tuple[Branch, int]]] = {}
         for branch, row in rows:
             by_request.setdefault(branch.request, []).append((branch, row))
-        invalid = []
+        faults: dict[Request, Exception | None] = {}
         for request, beams in by_request.items():
             group = _group_of(request)
-            proposed = propose(
-                logits[torch.tensor([row for _, row in beams])],
-                group.search.num_candidates,
-                banned=group.search.banned_tokens,
-                top=request.params.logprobs,
-            )
+            try:
+                proposed = propose(
+                    logits[torch.tensor([row for _, row in beams])],
+                    group.search.num_candidates,
+                    banned=group.search.banned_tokens,
+                    top=request.params.logprobs,
+                )
+            except Exception as error:  # of memory, say
+                faults[request] = error
+                continue
             self.counters.sampled_tokens += len(beams)
             for (branch, _), candidates in zip(beams, proposed, strict=True):
                 if candidates is None:
-                    invalid.append(request)
-                    break
-                group.candidates[branch] = candidates
-        return invalid
+                    faults[request] = None
+                else:
+                    group.candidates[branch] = candidates
+        return faults
 
     def choose(self, request: Request) -> list[Branch] | None:
         """The branches that follow, without their sequences; None while some logits are missing.

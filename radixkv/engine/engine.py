@@ -125,8 +125,8 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             context=tokens[-CONTEXT_TOKENS:].tolist(),
         )
-        count = num_branches(params)
-        request.branches = [Branch(request, index, stream.copy()) for index in range(count)]
+        branches = range(num_branches(params))
+        request.branches = [Branch(request, index, stream.copy()) for index in branches]
         if isinstance(params, BeamSearchParams):
             room = self.max_model_len - len(tokens)
             request.beams = make_group(params, self.eos_token_ids, stream, room)
@@ -192,8 +192,7 @@ class Engine:
             raise PromptTooLongError(
                 f"the request may need {needed} blocks of {size} tokens "
                 f"(prompt {prompt}, max_tokens {params.max_tokens}, {name} {count}), and the pool "
-                f"has {self.cache.pool.num_blocks}; lower max_tokens or {name}, or give more "
-                f"kv_memory"
+                f"has {self.cache.pool.num_blocks}; lower max_tokens, {name}, or add kv_memory"
             )
 
     # -- the loop --------------------------------------------------------------------------------
@@ -277,22 +276,15 @@ class Engine:
                         sampling.append((row, branch))
                         index.append(wanted)
                 wanted += 1
-        deltas = self._look_at_beams(searching, logits)
+        deltas: list[TokenDelta] = []
+        for request, fault in self.beams.look(searching, logits).items():
+            deltas += self._fail([request], fault) if fault else self._fail_numerically(request)
         if index != list(range(wanted)):
             logits = logits[torch.tensor(index, dtype=torch.int64)]
         deltas += self._sample(sampling, logits)
         if any(delta.finish_reason == "error" for delta in deltas):
             self.scheduler.requeue_withdrawn()
         return deltas + self._advance_beams(searching)
-
-    def _look_at_beams(
-        self, searching: list[tuple[Branch, int]], logits: torch.Tensor
-    ) -> list[TokenDelta]:
-        try:
-            invalid = self.beams.look(searching, logits)
-        except Exception as error:
-            return self._fail((branch.request for branch, _ in searching), error)
-        return [delta for request in invalid for delta in self._fail_numerically(request)]
 
     def _advance_beams(self, searching: list[tuple[Branch, int]]) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
