@@ -227,7 +227,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.serial += 1
         params = BeamSearchParams(
             beam_width=width,
-            max_tokens=1 + self.serial * 7 % 13,
+            max_tokens=1 + self.serial * 7 % 9,
             num_return_sequences=1 + self.serial % width,
             length_penalty=[1.0, 0.5, 2.0][self.serial % 3],
             early_stopping=[False, True, "never"][index % 3],  # type: ignore[arg-type]
@@ -236,14 +236,19 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self._submit(base[: 1 + cut % len(base)] + suffix, params)
 
-    @rule(raw=raw_tokens, steps=st.integers(2, 5), row=picks)
-    def nan_among_beams(self, raw: bytes, steps: int, row: int) -> None:
-        """Two searches of one prompt share what they generate, too."""
+    @rule(
+        raw=raw_tokens,
+        steps=st.integers(2, 5),
+        row=picks,
+        fault=st.sampled_from(["NaN", "copy fails"]),
+    )
+    def fault_among_beams(self, raw: bytes, steps: int, row: int, fault: str) -> None:
+        """Two searches of one prompt share what they generate, too, and copy at most steps."""
         prompt = tuple(byte % VOCABULARY for byte in raw)
         for width in (2, 3):
-            self._submit(prompt, BeamSearchParams(beam_width=width, max_tokens=12))
+            self._submit(prompt, BeamSearchParams(beam_width=width, max_tokens=9))
         self.step(steps)
-        self.fault("NaN", row)
+        self.fault(fault, row)
 
     @rule(index=picks)
     def abort(self, index: int) -> None:
