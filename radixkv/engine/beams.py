@@ -146,7 +146,10 @@ class BeamStepper:
         # The one that led to the best result keeps prompt and answer cached, for whoever goes on.
         kept = _nearest(beams, successors[0].stream.token_ids)
         for branch in beams:
-            self.scheduler.release(branch, None if branch is kept else EPHEMERAL)
+            if branch is not kept:
+                self.scheduler.release(branch, EPHEMERAL)
+        # Last, so that none of the others takes their common prompt for its own.
+        self.scheduler.release(kept)
         request.branches = successors
         request.first_token_at = time.perf_counter()
         return [delta for branch in successors for delta in _deltas(branch)]

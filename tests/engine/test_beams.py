@@ -310,6 +310,17 @@ def test_losers_are_the_first_to_be_evicted(make_llm: MakeLLM) -> None:
         assert not node.retention.ephemeral or node.start >= 4
 
 
+@pytest.mark.parametrize("length", [14, 15, 16, 17])
+@pytest.mark.parametrize("new", [1, 2, 3, 6])
+def test_the_prompt_is_no_loser(make_llm: MakeLLM, length: int, new: int) -> None:
+    """Whichever beam is released last, what all of them began with stays as long as any prompt."""
+    llm = make_llm(block_size=4)
+    llm.beam_search([prompt(8, length)], replace(FOUR, max_tokens=new))
+    nodes = [node for node in llm.cache.tree.nodes() if not node.retention.ephemeral]
+    assert max(node.start + len(node.blocks) for node in nodes) >= length // 4
+    assert llm.cache.match(prompt(8, length)) == length
+
+
 def test_the_smallest_pool_that_is_accepted_is_enough(make_llm: MakeLLM, beams: Beams) -> None:
     """Prompt 11 and 14 new ones in blocks of 4: two that are shared, and four times four more."""
     tokens = prompt(1, 11)
