@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from radixkv.cache import EPHEMERAL, PrefixCache, Retention
     from radixkv.config import CacheConfig, EngineConfig
-    from radixkv.decoding import SamplingParams
+    from radixkv.decoding import BeamSearchParams, SamplingParams
     from radixkv.engine import Completion, RequestOutput
     from radixkv.llm import LLM
 
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "EPHEMERAL": "radixkv.cache",
     "LLM": "radixkv.llm",
+    "BeamSearchParams": "radixkv.decoding",
     "CacheConfig": "radixkv.config",
     "Completion": "radixkv.engine",
     "EngineConfig": "radixkv.config",
@@ -37,6 +38,7 @@ _HOMES = {
 __all__ = [
     "EPHEMERAL",
     "LLM",
+    "BeamSearchParams",
     "CacheConfig",
     "Completion",
     "EngineConfig",

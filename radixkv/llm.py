@@ -16,8 +16,9 @@ from transformers import TokenizersBackend
 from radixkv.attention import KVStore, choose_backend
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import SamplingParams, Tokenizer
+from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
 from radixkv.engine import Engine, ModelRunner, Request, RequestOutput, TokenDelta, output_of
+from radixkv.engine.beams import Params
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
@@ -141,7 +142,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Continue prompts, all in one batch.
@@ -149,7 +150,7 @@ class LLM:
         Parameters
         ----------
         prompts : str, token ids, or a list of these
-        params : SamplingParams or one for each prompt
+        params : SamplingParams or BeamSearchParams, or one for each prompt
         **options
             ``namespace``, ``retention`` and ``on_token``, see `stream`.
 
@@ -170,7 +171,7 @@ class LLM:
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer conversations, all in one batch; otherwise as `generate`.
@@ -183,10 +184,36 @@ class LLM:
         tokens = [self.render_chat(turns) for turns in _as_conversations(conversations)]
         return self._run(tokens, params, **options)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Search for the likeliest continuations of prompts, all in one batch; else as `generate`.
+
+        Parameters
+        ----------
+        prompts : str, token ids, or a list of these
+        params : BeamSearchParams or one for each prompt
+
+        Returns
+        -------
+        list of RequestOutput
+            In the prompts' order; ``outputs`` are the sequences, best first, each with ``score``
+            and ``cumulative_logprob``. Fewer than were asked for only where the vocabulary leaves
+            no more.
+        """
+        for its in params if isinstance(params, Sequence) else [params]:
+            if not isinstance(its, BeamSearchParams):
+                raise RequestError(f"beam_search takes BeamSearchParams, not {its!r}")
+        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        return self._run(tokens, params, **options)
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         namespace: Namespace | str = (),
         retention: Retention = DEFAULT_RETENTION,
@@ -203,7 +230,7 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         *,
         namespace: Namespace | str = (),
         retention: Retention = DEFAULT_RETENTION,
@@ -222,7 +249,7 @@ class LLM:
         self,
         requests: list[Request],
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         namespace: Namespace | str,
         retention: Retention,
     ) -> Generator[TokenDelta]:
@@ -332,18 +359,18 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _params_for(
     prompts: Sequence[object],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: Params | Sequence[Params] | None,
     seed: int | None,
-) -> list[SamplingParams]:
+) -> list[Params]:
     """One set of parameters a prompt, with the seed filled in where none was given."""
-    if params is None or isinstance(params, SamplingParams):
+    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts, but {len(params)} SamplingParams")
     return [_seeded(its, seed, index) for index, its in enumerate(params)]
 
 
-def _seeded(params: SamplingParams, seed: int | None, index: int) -> SamplingParams:
-    if seed is None or params.seed is not None:
+def _seeded(params: Params, seed: int | None, index: int) -> Params:
+    if isinstance(params, BeamSearchParams) or seed is None or params.seed is not None:
         return params
     return replace(params, seed=(seed + index) % 2**64)

@@ -37,6 +37,7 @@ def test_all_is_exact() -> None:
     assert radixkv.__all__ == [
         "EPHEMERAL",
         "LLM",
+        "BeamSearchParams",
         "CacheConfig",
         "Completion",
         "EngineConfig",

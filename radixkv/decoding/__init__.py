@@ -1,6 +1,8 @@
 """From logits to tokens to text: parameters, sampling, detokenisation and stop conditions.
 
     params        SamplingParams: what a request asks for, checked when it is made
+    beam_params   BeamSearchParams: what a beam search asks for
+    beam          BeamSearch: beams and ended sequences from step to step; propose: its candidates
     sampler       sample: one token for each row of a batch of logits
     edits, apply  LogitEdits: penalties, biases and bans, and what they change in a batch
     counts        how often each token was generated
@@ -15,6 +17,8 @@
 Nothing here knows of blocks, caches or models.
 """
 
+from radixkv.decoding.beam import Beam, BeamSearch, Candidates, Hypothesis, propose
+from radixkv.decoding.beam_params import BeamSearchParams
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
 from radixkv.decoding.edits import LogitEdits, logit_edits
 from radixkv.decoding.logprobs import TokenLogprobs
@@ -24,8 +28,13 @@ from radixkv.decoding.sampler import SampledTokens, SamplingRow, sample
 from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
 
 __all__ = [
+    "Beam",
+    "BeamSearch",
+    "BeamSearchParams",
+    "Candidates",
     "Detokenizer",
     "FinishReason",
+    "Hypothesis",
     "LogitEdits",
     "SampledTokens",
     "SamplingParams",
@@ -35,6 +44,7 @@ __all__ = [
     "TokenLogprobs",
     "Tokenizer",
     "logit_edits",
+    "propose",
     "resolve_seed",
     "sample",
 ]

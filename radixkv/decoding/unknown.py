@@ -48,6 +48,25 @@ ALIASES: Mapping[str, str] = {
     "use_beam_search": "beam_width (BeamSearchParams)",
 }
 
+# What differs for one class.
+OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "BeamSearchParams": {
+        "beam_size": "beam_width",
+        "n": "num_return_sequences",
+        "num_beams": "beam_width",
+        "num_samples": "num_return_sequences",
+        "use_beam_search": "beam_width",
+        **dict.fromkeys(
+            ("stop", "stop_sequences", "stop_strings", "stop_words"),
+            "stop_token_ids (beams end at tokens only)",
+        ),
+        **dict.fromkeys(
+            ("do_sample", "min_p", "seed", "temperature", "top_k", "top_p"),
+            "SamplingParams (beams are not sampled)",
+        ),
+    },
+}
+
 # Names that other engines honour and this version does not: refused, never ignored.
 NOT_YET = frozenset(
     {
@@ -80,10 +99,11 @@ def names_unknown_keywords(cls: type[T]) -> type[T]:
     """
     made = cls.__init__
     known = sorted(name for name in inspect.signature(made).parameters if name != "self")
+    aliases = {**ALIASES, **OWN_ALIASES.get(cls.__name__, {})}
 
     @functools.wraps(made)
     def init(self: T, *args: object, **given: object) -> None:
-        hints = [_hint(name, known) for name in given if name not in known]
+        hints = [_hint(name, known, aliases) for name in given if name not in known]
         if hints:
             raise UnsupportedParameterError(f"{cls.__name__}: " + "; ".join(hints))
         made(self, *args, **given)
@@ -92,12 +112,12 @@ def names_unknown_keywords(cls: type[T]) -> type[T]:
     return cls
 
 
-def _hint(name: str, known: list[str]) -> str:
+def _hint(name: str, known: list[str], aliases: Mapping[str, str]) -> str:
     if name in NOT_YET:
         return f"{name!r} is not supported by this version; leave it out"
-    if name in ALIASES:
-        return f"{name!r} is not a parameter here; use {ALIASES[name]}"
-    near = difflib.get_close_matches(name.lower(), [*known, *ALIASES], n=1, cutoff=0.6)
+    if name in aliases:
+        return f"{name!r} is not a parameter here; use {aliases[name]}"
+    near = difflib.get_close_matches(name.lower(), [*known, *aliases], n=1, cutoff=0.6)
     if near:
-        return f"unknown parameter {name!r}; did you mean {ALIASES.get(near[0], near[0])}?"
+        return f"unknown parameter {name!r}; did you mean {aliases.get(near[0], near[0])}?"
     return f"unknown parameter {name!r}; the parameters are {', '.join(known)}"

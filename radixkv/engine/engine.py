@@ -14,6 +14,7 @@ from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention, 
 from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
+    BeamSearchParams,
     LogitEdits,
     SamplingParams,
     SamplingRow,
@@ -23,6 +24,7 @@ from radixkv.decoding import (
     resolve_seed,
     sample,
 )
+from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
@@ -76,6 +78,7 @@ class Engine:
         self.config = config
         self.counters: EngineCounters = runner.counters
         self.scheduler = Scheduler(cache, config, self.counters)
+        self.beams = BeamStepper(cache, self.scheduler, self.counters)
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self.tokenizer = tokenizer
@@ -89,13 +92,13 @@ class Engine:
     def add_request(
         self,
         prompt: Iterable[int],
-        params: SamplingParams,
+        params: Params,
         *,
         request_id: str | None = None,
         namespace: Namespace = (),
         retention: Retention = DEFAULT_RETENTION,
     ) -> Request:
-        """Queue a request.
+        """Queue a request: `SamplingParams` continue the prompt, `BeamSearchParams` search.
 
         Raises
         ------
@@ -113,23 +116,28 @@ class Engine:
         if request_id in self.requests:
             raise RequestError(f"there is a request {request_id!r} already")
         tokens = self.check_request(prompt, params)
+        each = params.for_branches() if isinstance(params, BeamSearchParams) else params
         request = Request(
             request_id=self._new_id() if request_id is None else request_id,
             serial=self._serial,
             prompt=tokens,
-            params=params,
-            seed=resolve_seed(params.seed),
+            params=each,
+            seed=resolve_seed(each.seed),
             namespace=check_namespace(namespace),
             retention=retention,
         )
         stream = TextStream(
-            params,
+            each,
             self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             context=tokens[-CONTEXT_TOKENS:].tolist(),
             edits=self._edits(tokens, params),
         )
-        request.branches = [Branch(request, index, stream.copy()) for index in range(params.n)]
+        branches = range(num_branches(params))
+        request.branches = [Branch(request, index, stream.copy()) for index in branches]
+        if isinstance(params, BeamSearchParams):
+            room = self.max_model_len - len(tokens)
+            request.beams = make_group(params, self.eos_token_ids, stream, room)
         with DeferredInterrupts():
             self._serial += 1
             self.requests[request.request_id] = request
@@ -137,16 +145,18 @@ class Engine:
             self.counters.requests += 1
         return request
 
-    def check_request(self, prompt: Iterable[int], params: SamplingParams) -> npt.NDArray[np.int32]:
+    def check_request(self, prompt: Iterable[int], params: Params) -> npt.NDArray[np.int32]:
         """The prompt's tokens, if `add_request` would take it; raises what that would raise."""
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {params!r}")
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise RequestError(f"params must be SamplingParams or BeamSearchParams, not {params!r}")
         tokens = self._checked_prompt(prompt)
         self._check_size(len(tokens), params)
         self._edits(tokens[:0], params)  # What it refuses does not depend on the prompt.
         return tokens
 
-    def _edits(self, prompt: npt.NDArray[np.int32], params: SamplingParams) -> LogitEdits | None:
+    def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:
+        if isinstance(params, BeamSearchParams):
+            return None
         return logit_edits(params, prompt, vocab_size=self.vocab_size, tokenizer=self.tokenizer)
 
     def _new_id(self) -> str:
@@ -174,27 +184,29 @@ class Engine:
             )
         return tokens
 
-    def _check_size(self, prompt: int, params: SamplingParams) -> None:
+    def _check_size(self, prompt: int, params: Params) -> None:
         """Refuse what could never run, even alone: it would wait for ever."""
         if prompt >= self.max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {prompt} tokens, which leaves no room to generate within the "
                 f"model's context of {self.max_model_len}"
             )
-        if params.n > self.config.max_num_seqs:
+        count = num_branches(params)
+        name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
+        if count > self.config.max_num_seqs:
             raise RequestError(
-                f"n={params.n} continuations exceed max_num_seqs={self.config.max_num_seqs}"
+                f"{name}={count} continuations exceed max_num_seqs={self.config.max_num_seqs}"
             )
         size = self.cache.block_size
         # The last token is sampled, but never computed.
         longest = min(prompt + params.max_tokens, self.max_model_len) - 1
-        shared = prompt // size if params.n > 1 else 0
-        needed = shared + params.n * (-(-longest // size) - shared)
+        shared = prompt // size if count > 1 else 0
+        needed = shared + count * (-(-longest // size) - shared)
         if needed > self.cache.pool.num_blocks:
             raise PromptTooLongError(
                 f"the request may need {needed} blocks of {size} tokens "
-                f"(prompt {prompt}, max_tokens {params.max_tokens}, n {params.n}), and the pool "
-                f"has {self.cache.pool.num_blocks}; lower max_tokens or n, or give more kv_memory"
+                f"(prompt {prompt}, max_tokens {params.max_tokens}, {name} {count}), and the pool "
+                f"has {self.cache.pool.num_blocks}; lower max_tokens, {name}, or add kv_memory"
             )
 
     # -- the loop --------------------------------------------------------------------------------
@@ -261,8 +273,9 @@ class Engine:
         return deltas
 
     def _advance(self, step: Step, logits: torch.Tensor) -> list[TokenDelta]:
-        """Sample behind every row that asks for it, and go on from there."""
+        """Sample behind every row that asks for it, or search, and go on from there."""
         sampling: list[tuple[ScheduledRow, Branch]] = []
+        searching: list[tuple[Branch, int]] = []
         index = []
         wanted = 0
         for row in step.rows:
@@ -270,12 +283,40 @@ class Engine:
                 self.cache.commit(row.sequence, row.stop)
                 self.counters.decoded_tokens += 1
             if row.samples:
-                for branch in self._branches_behind(row):
-                    sampling.append((row, branch))
-                    index.append(wanted)
+                if row.branch.request.beams is not None:
+                    searching.append((row.branch, wanted))
+                else:
+                    for branch in self._branches_behind(row):
+                        sampling.append((row, branch))
+                        index.append(wanted)
                 wanted += 1
-        if wanted != len(index):
-            logits = logits[torch.tensor(index)]
+        deltas: list[TokenDelta] = []
+        for request, fault in self.beams.look(searching, logits).items():
+            deltas += self._fail([request], fault) if fault else self._fail_numerically(request)
+        if index != list(range(wanted)):
+            logits = logits[torch.tensor(index, dtype=torch.int64)]
+        deltas += self._sample(sampling, logits)
+        if any(delta.finish_reason == "error" for delta in deltas):
+            self.scheduler.requeue_withdrawn()
+        return deltas + self._advance_beams(searching)
+
+    def _advance_beams(self, searching: list[tuple[Branch, int]]) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        for request in dict.fromkeys(branch.request for branch, _ in searching):
+            try:
+                successors = self.beams.choose(request)
+            except Exception as error:  # a tokenizer's, which is not ours to trust
+                deltas += self._fail([request], error)
+                continue
+            if successors is not None:
+                deltas += self.beams.carry_out(request, successors)
+                if not request.live_branches:
+                    self._close(request)
+        return deltas
+
+    def _sample(
+        self, sampling: list[tuple[ScheduledRow, Branch]], logits: torch.Tensor
+    ) -> list[TokenDelta]:
         try:
             sampled = sample(logits, [self._sampling_row(row, branch) for row, branch in sampling])
         except Exception as error:
@@ -303,8 +344,6 @@ class Engine:
                 deltas.append(self._push(branch, token))
             except Exception as error:  # a tokenizer's, which is not ours to trust
                 deltas += self._fail([branch.request], error)
-        if not sampled.valid.all():
-            self.scheduler.requeue_withdrawn()
         return deltas
 
     def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
@@ -372,7 +411,7 @@ class Engine:
     def _end(self, request: Request, error: Exception) -> list[TokenDelta]:
         request.error = error
         self.counters.requests_failed += 1
-        live = request.live_branches
+        live = request.live_branches[: request.params.n]
         self._close(request)
         return [TokenDelta(request.request_id, b.index, -1, "", "error") for b in live]
 

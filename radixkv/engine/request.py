@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache import DEFAULT_RETENTION, Namespace, Retention, Sequence
 from radixkv.decoding import FinishReason, SamplingParams, TextStream, TokenLogprobs
+
+if TYPE_CHECKING:
+    from radixkv.engine.beams import BeamGroup
 
 
 class Status(Enum):
@@ -35,6 +39,8 @@ class Branch:
         Sampled, but not yet in the sequence; -1 for none.
     num_known : int
         Leading tokens that were computed before its request was preempted.
+    cumulative_logprob, score : float or None
+        Of a beam, and of a result of a beam search; see `Completion`.
     """
 
     request: Request
@@ -44,6 +50,8 @@ class Branch:
     next_token: int = -1
     num_known: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -76,6 +84,10 @@ class Request:
         How often a later request was admitted first.
     num_cached_tokens : int
         Prompt tokens that did not have to be computed.
+    params : SamplingParams
+        What each branch obeys; of a beam search, `BeamSearchParams.for_branches`.
+    beams : BeamGroup or None
+        The search whose beams the branches are.
     """
 
     request_id: str
@@ -92,6 +104,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: Exception | None = None
+    beams: BeamGroup | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -118,6 +131,10 @@ class Completion:
         The stop string or stop token that ended it.
     logprobs : tuple of TokenLogprobs or None
         One a token, if they were asked for.
+    cumulative_logprob : float or None
+        Sum of the tokens' log-probabilities; of beams only.
+    score : float or None
+        That sum after the length penalty; of the results of a beam search only.
     """
 
     index: int
@@ -126,6 +143,8 @@ class Completion:
     finish_reason: FinishReason | str | None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +215,11 @@ def output_of(request: Request) -> RequestOutput:
             finish_reason=branch.stream.finish_reason or ending,
             stop_reason=branch.stream.stop_reason,
             logprobs=None if request.params.logprobs is None else tuple(branch.logprobs),
+            cumulative_logprob=branch.cumulative_logprob,
+            score=branch.score,
         )
-        for branch in request.branches
+        # Of a search that was cut short, the best beams.
+        for branch in request.branches[: request.params.n]
     )
     since = request.arrived_at
     return RequestOutput(

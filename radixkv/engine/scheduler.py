@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from radixkv.cache import CopyOrder, PrefixCache, Sequence
+from radixkv.cache import CopyOrder, PrefixCache, Retention, Sequence
 from radixkv.config import EngineConfig
 from radixkv.engine.request import Branch, Request, Status
 from radixkv.engine.stats import EngineCounters
@@ -305,14 +305,17 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
-    def release(self, branch: Branch) -> None:
-        """Give up what a branch holds; all that is computed of it stays cached."""
+    def release(self, branch: Branch, retention: Retention | None = None) -> None:
+        """Give up what a branch holds; all that is computed of it stays cached.
+
+        With an ephemeral ``retention`` only its full blocks do, and they are the next to go.
+        """
         sequence, branch.sequence, branch.next_token = branch.sequence, None, -1
         if sequence is not None:
-            if not sequence.withdrawn:
+            if not sequence.withdrawn and not (retention and retention.ephemeral):
                 sequence.truncate(sequence.num_computed)
                 self.cache.commit(sequence, include_open=True)
-            self.cache.release(sequence)
+            self.cache.release(sequence, retention)
 
 
 def _held_alone(request: Request) -> int:

@@ -16,7 +16,17 @@ import torch
 from radixkv.attention import AttentionBatch
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import SamplingParams, SamplingRow, TextStream, logit_edits, sample
+from radixkv.decoding import (
+    BeamSearch,
+    BeamSearchParams,
+    Hypothesis,
+    SamplingParams,
+    SamplingRow,
+    TextStream,
+    logit_edits,
+    propose,
+    sample,
+)
 from radixkv.engine import Engine, EngineCounters, ModelRunner
 
 VOCABULARY = 6
@@ -165,6 +175,23 @@ def naive(
         if len(tokens) >= max_model_len:
             stream.finish()
     return stream.token_ids, stream.finish_reason
+
+
+def naive_beams(
+    prompt: Sequence[int], params: BeamSearchParams, max_model_len: int = 64
+) -> tuple[list[list[list[int]]], list[Hypothesis]]:
+    """The beams after each step, and the results, of a model without any cache."""
+    room = min(params.max_tokens, max_model_len - len(prompt))
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    search = BeamSearch(params, end_tokens=ends, max_new_tokens=room)
+    states = []
+    while not search.done:
+        states.append([list(beam.token_ids) for beam in search.running])
+        words = [words_of(np.array([*prompt, *tokens], np.int64)) for tokens in states[-1]]
+        logits = torch.stack([logits_of(its) for its in words])
+        proposed = propose(logits, search.num_candidates, banned=search.banned_tokens)
+        search.advance([candidates for candidates in proposed if candidates is not None])
+    return states, search.finished[: params.num_return_sequences]
 
 
 def check_content(engine: Engine) -> None:

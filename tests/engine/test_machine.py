@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-from fake import EOS, VOCABULARY, check_content, check_over, make_engine, naive
+from fake import (
+    EOS,
+    VOCABULARY,
+    check_content,
+    check_over,
+    make_engine,
+    naive,
+    naive_beams,
+)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,8 +29,8 @@ from hypothesis.stateful import (
 import radixkv.engine.engine
 import radixkv.engine.runner
 from radixkv.attention import make_batch
-from radixkv.cache import DEFAULT_RETENTION, EPHEMERAL
-from radixkv.decoding import SamplingParams, sample
+from radixkv.cache import DEFAULT_RETENTION, EPHEMERAL, Retention
+from radixkv.decoding import BeamSearchParams, Hypothesis, SamplingParams, sample
 from radixkv.engine import Engine, Request
 from radixkv.engine.request import Status
 from radixkv.engine.scheduler import Step
@@ -53,6 +61,11 @@ SITUATIONS = [
     "abort of some branches",
     "abort running",
     "abort waiting",
+    "beams forked",
+    "beams in several steps",
+    "beams preempted",
+    "beams requeued with NaN of another",
+    "beams: all done",
     "cached to the end",
     "chunk",
     "copy on write",
@@ -98,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.all: list[Request] = []
         self.expected: dict[tuple[int, int], tuple[list[int], str | None]] = {}
+        self.searched: dict[int, tuple[list[list[list[int]]], list[Hypothesis]]] = {}
         self.history: list[tuple[int, ...]] = [(1, 2, 3)]
         self.armed = ""
         self.serial = 0
@@ -116,6 +130,10 @@ class EngineMachine(RuleBasedStateMachine):
                 self.saw("preemption")
             if len(held) > 1:
                 self.saw("preemption of several branches")
+                if request.beams is not None:
+                    withdrawn = any(b.sequence.withdrawn for b in held if b.sequence)
+                    nan = "beams requeued with NaN of another"
+                    self.saw(nan if withdrawn else "beams preempted")
             if request.to_prefill:
                 self.saw("preemption half prefilled")
                 if request.is_fresh and request.params.n > 1:
@@ -191,7 +209,15 @@ class EngineMachine(RuleBasedStateMachine):
             ignore_eos=self.serial % 4 == 0,
             **EDITS[0 if greedy else self.serial % len(EDITS)],
         )
-        hint = EPHEMERAL if ephemeral else DEFAULT_RETENTION
+        self._submit(prompt, params, namespace, EPHEMERAL if ephemeral else DEFAULT_RETENTION)
+
+    def _submit(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams | BeamSearchParams,
+        namespace: tuple[str, ...] = (),
+        hint: Retention = DEFAULT_RETENTION,
+    ) -> None:
         try:
             request = self.engine.add_request(prompt, params, namespace=namespace, retention=hint)
         except PromptTooLongError:
@@ -202,6 +228,36 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.all.append(request)
         self.history = [*self.history[-12:], prompt]
+
+    @rule(index=picks, cut=picks, raw=raw_tokens, width=st.sampled_from([1, 2, 3, 3, 4]))
+    def add_beams(self, index: int, cut: int, raw: bytes, width: int) -> None:
+        base = self.history[index % len(self.history)]
+        suffix = tuple(byte % VOCABULARY for byte in raw[: len(raw) // 3])
+        self.serial += 1
+        params = BeamSearchParams(
+            beam_width=width,
+            max_tokens=1 + self.serial * 7 % 9,
+            num_return_sequences=1 + self.serial % width,
+            length_penalty=[1.0, 0.5, 2.0][self.serial % 3],
+            early_stopping=[False, True, "never"][index % 3],  # type: ignore[arg-type]
+            stop_token_ids=[4] if self.serial % 5 == 0 else [],
+            ignore_eos=self.serial % 4 == 0,
+        )
+        self._submit(base[: 1 + cut % len(base)] + suffix, params)
+
+    @rule(
+        raw=raw_tokens,
+        steps=st.integers(2, 5),
+        row=picks,
+        fault=st.sampled_from(["NaN", "copy fails"]),
+    )
+    def fault_among_beams(self, raw: bytes, steps: int, row: int, fault: str) -> None:
+        """Two searches of one prompt share what they generate, too, and copy at most steps."""
+        prompt = tuple(byte % VOCABULARY for byte in raw)
+        for width in (2, 3):
+            self._submit(prompt, BeamSearchParams(beam_width=width, max_tokens=9))
+        self.step(steps)
+        self.fault(fault, row)
 
     @rule(index=picks)
     def abort(self, index: int) -> None:
@@ -334,6 +390,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.cache.check()
         check_content(self.engine)
         for request in self.all:
+            if request.beams is not None:
+                self._check_beams(request)
+                continue
             for branch in request.branches:
                 expected, reason = self._expected(request, branch.index)
                 found = branch.stream.token_ids
@@ -346,6 +405,26 @@ class EngineMachine(RuleBasedStateMachine):
         for request in [r for r in self.all if r.status is Status.FINISHED]:
             self.all.remove(request)
 
+    def _check_beams(self, request: Request) -> None:
+        group = request.beams
+        assert group is not None
+        if request.serial not in self.searched:
+            prompt = request.prompt.tolist()
+            self.searched[request.serial] = naive_beams(prompt, group.search.params, 36)
+        states, results = self.searched[request.serial]
+        found = [branch.stream.token_ids for branch in request.branches]
+        if not group.search.done:
+            assert len(found[0]) == group.search.num_tokens
+            assert found == states[len(found[0])] or not found[0], "other beams than the model's"
+            self.saw(*["beams in several steps"] * bool(group.candidates))
+            held = {id(branch.sequence) for branch in request.branches if branch.sequence}
+            self.saw(*["beams forked"] * (len(held) > 1))
+        elif request.error is None:
+            assert found == [list(beam.token_ids) for beam, _ in results]
+            assert [branch.score for branch in request.branches] == [s for _, s in results]
+            assert all(branch.finished for branch in request.branches)
+            self.saw("beams: all done")
+
     def _expected(self, request: Request, branch: int) -> tuple[list[int], str | None]:
         key = (request.serial, branch)
         if key not in self.expected:
@@ -357,7 +436,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        bound = 1000 + 300 * sum(r.params.n for r in self.engine.requests.values())
+        bound = 1000 + 300 * sum(len(r.branches) for r in self.engine.requests.values())
         while self.engine.has_work:
             bound -= 1
             assert bound, "the engine does not come to an end"

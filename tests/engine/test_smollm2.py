@@ -1,4 +1,4 @@
-"""Greedy float32 tokens of the demo model, identical to Hugging Face ``generate``."""
+"""Greedy and beam float32 tokens of the demo model, identical to Hugging Face ``generate``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from beams import Answer, assert_same, hugging_face
+from beams import answers as beams_of
 
 from radixkv.attention import KVStore
-from radixkv.decoding import SamplingParams
+from radixkv.decoding import BeamSearchParams, SamplingParams
 from radixkv.llm import LLM
 from radixkv.model.loading import LoadedModel, load_model
 
@@ -57,8 +59,35 @@ def expected(demo: LoadedModel) -> list[list[int]]:
     return answers
 
 
+SEARCHES = [
+    BeamSearchParams(beam_width=4, max_tokens=10, num_return_sequences=2),
+    # A full stop or a line's end, too: sequences of several lengths compete.
+    BeamSearchParams(
+        beam_width=3,
+        max_tokens=12,
+        length_penalty=2.0,
+        early_stopping="never",
+        num_return_sequences=3,
+        stop_token_ids=(30, 198),
+    ),
+]
+SEARCHED = [PROMPTS[0], PROMPTS[7]]
+
+
+@pytest.fixture(scope="module")
+def expected_beams(demo: LoadedModel) -> list[list[Answer]]:
+    """What Hugging Face finds for each prompt alone."""
+    assert demo.tokenizer is not None
+    return [
+        hugging_face(demo.model, demo.tokenizer(prompt).input_ids, params, demo.eos_token_ids)
+        for prompt, params in zip(SEARCHED, SEARCHES, strict=True)
+    ]
+
+
 @pytest.fixture
-def make(demo: LoadedModel, expected: object) -> Iterator[Callable[..., LLM]]:
+def make(
+    demo: LoadedModel, expected: object, expected_beams: object
+) -> Iterator[Callable[..., LLM]]:
     """An LLM over the demo model, whose slots start as NaN; nothing may be left in the end."""
     made: list[LLM] = []
 
@@ -108,3 +137,13 @@ def test_under_preemption(make: Callable[..., LLM], expected: list[list[int]]) -
     llm = make(num_blocks=14, block_size=4)
     assert answers(llm, PROMPTS) == expected
     assert llm.stats().engine.preemptions > 0
+
+
+def test_beam_search(make: Callable[..., LLM], expected_beams: list[list[Answer]]) -> None:
+    """Both in one batch, in chunks, beside a greedy request."""
+    llm = make(max_num_batched_tokens=16)
+    params = [*SEARCHES, GREEDY]
+    outputs = llm.generate([*SEARCHED, PROMPTS[2]], params)
+    for output, theirs in zip(outputs, expected_beams, strict=False):
+        assert_same(beams_of(output), theirs)
+    assert {len(tokens) for tokens, _ in expected_beams[0]} == {1, 10}
