@@ -64,6 +64,18 @@ OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
             ("do_sample", "min_p", "seed", "temperature", "top_k", "top_p"),
             "SamplingParams (beams are not sampled)",
         ),
+        **dict.fromkeys(
+            (
+                "allowed_token_ids",
+                "bad_words",
+                "bad_words_ids",
+                "frequency_penalty",
+                "logit_bias",
+                "presence_penalty",
+                "repetition_penalty",
+            ),
+            "SamplingParams (beams take the model's logits as they are)",
+        ),
     },
 }
 

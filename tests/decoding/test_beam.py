@@ -220,7 +220,7 @@ def test_parameters_are_checked(bad: dict[str, object], message: str) -> None:
         ("stop", "use stop_token_ids"),
         ("max_new_tokens", "use max_tokens"),
         ("length_penality", "did you mean length_penalty"),
-        ("repetition_penalty", "not supported by this version"),
+        ("repetition_penalty", "beams take the model's logits as they are"),
     ],
 )
 def test_unknown_parameters_are_named(unknown: str, message: str) -> None:
