@@ -62,7 +62,6 @@ NOT_YET = frozenset(
         "logits_processors",
         "no_repeat_ngram_size",
         "presence_penalty",
-        "prompt_logprobs",
         "regex",
         "repetition_penalty",
         "response_format",
