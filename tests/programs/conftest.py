@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from transformers import LlamaForCausalLM
+
 ENGINE = Path(__file__).parents[1] / "engine"
 sys.path.insert(0, str(ENGINE))
 
@@ -25,3 +28,10 @@ _one_thread = _fixtures._one_thread
 tiny = _fixtures.tiny
 make_llm = _fixtures.make_llm
 reference = _fixtures.reference
+
+
+@pytest.fixture(scope="session")
+def plain_model() -> LlamaForCausalLM:
+    """The tiny model as transformers runs it."""
+    model: LlamaForCausalLM = _fixtures.tiny_llama()
+    return model
