@@ -18,15 +18,16 @@ from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.errors import (
     ContextBusyError,
     ContextClosedError,
-    ContextError,
     JoinError,
     RequestError,
     UnsupportedParameterError,
 )
 from radixkv.programs.endings import ending_of
 from radixkv.programs.host import Host
-from radixkv.programs.joining import By, Majority, best_of
-from radixkv.programs.pending import Choosing, Generation, Pending, Scoring, best_score
+from radixkv.programs.joining import By, Majority, best_of, check_branches
+from radixkv.programs.pending import Generation, Pending
+from radixkv.programs.scoring import Choosing, Scoring, choose, score
+from radixkv.programs.transcript import Checkpoint, Transcript
 from radixkv.programs.turns import Message
 
 Content = str | Sequence[int] | Sequence[Message]
@@ -54,17 +55,6 @@ class ContextStats:
     own_blocks: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """A place to come back to; made by `Context.checkpoint`."""
-
-    num_tokens: int
-    num_generated: int
-    num_logprobs: int
-    num_messages: int
-    answer_from: int
-
-
 class Context:
     """A text over the cache. Made by ``LLM.context`` or `fork`; not thread-safe.
 
@@ -76,6 +66,8 @@ class Context:
     ----------
     namespace : tuple of str
         What its blocks are shared within.
+    parent : Context or None
+        What it was forked from.
     closed : bool
         Whether it was closed or joined. What it says can still be read.
     """
@@ -88,22 +80,15 @@ class Context:
         retention: Retention = DEFAULT_RETENTION,
         parent: Context | None = None,
     ) -> None:
-        self._host = host
+        self.host = host
         namespace = (namespace,) if isinstance(namespace, str) else namespace
         self.namespace = check_namespace(namespace)
         self._retention = retention
-        self._parent = parent
+        self.parent = parent
         self._children: dict[Context, None] = {}
         self._hold = Hold()
         self._pending: Pending[Any] | None = None
-        self._tokens = array("i")
-        self._generated: list[str] = []
-        self._logprobs: list[float] = []
-        # How much of the two above was there when it was forked.
-        self._since = (0, 0)
-        self._messages: list[Message] = []
-        self._answer_from = 0
-        self._checkpoints: list[Checkpoint] = []
+        self._said = Transcript()
         self.closed = False
 
     # -- reading ---------------------------------------------------------------------------------
@@ -112,19 +97,19 @@ class Context:
     def tokens(self) -> tuple[int, ...]:
         """All of its tokens; those of an unfinished generation come when that is finished."""
         self._settle()
-        return tuple(self._tokens)
+        return tuple(self._said.tokens)
 
     @property
     def text(self) -> str:
         """All of its tokens as text, special ones among them."""
         self._settle()
-        return self._host.decode(self._tokens)
+        return self.host.decode(self._said.tokens)
 
     @property
     def generated(self) -> str:
         """What was generated in it since it was opened or forked."""
         self._settle()
-        return "".join(self._generated[self._since[0] :])
+        return "".join(self._said.pieces[self._said.inherited[0] :])
 
     @property
     def logprobs(self) -> tuple[float, ...]:
@@ -134,7 +119,7 @@ class Context:
         generation count, also where they are no text.
         """
         self._settle()
-        return tuple(self._logprobs[self._since[1] :])
+        return tuple(self._said.logprobs[self._said.inherited[1] :])
 
     @property
     def stats(self) -> ContextStats:
@@ -142,18 +127,18 @@ class Context:
         self._settle()
         sequence = self._hold.sequence
         if sequence is None:
-            return ContextStats(len(self._tokens), 0, 0, 0)
+            return ContextStats(len(self._said.tokens), 0, 0, 0)
         own = sequence.num_own_blocks
         shared = sequence.num_blocks - own
-        return ContextStats(len(self._tokens), sequence.num_computed, shared, own)
+        return ContextStats(len(self._said.tokens), sequence.num_computed, shared, own)
 
     def __len__(self) -> int:
         self._settle()
-        return len(self._tokens)
+        return len(self._said.tokens)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self._children)} branches"
-        return f"<Context of {len(self._tokens)} tokens, {state}>"
+        return f"<Context of {len(self._said.tokens)} tokens, {state}>"
 
     # -- growing ---------------------------------------------------------------------------------
 
@@ -171,24 +156,23 @@ class Context:
         """
         self._check_free()
         if isinstance(content, str):
-            tokens = self._host.tokenize(content, first=not self._tokens) if content else ()
+            tokens = self.host.tokenize(content, first=not self._said.tokens) if content else ()
         elif _are_messages(content):
             tokens = self._turn_tokens(content)
         else:
-            tokens = self._host.checked(content)  # type: ignore[arg-type]
-        self._tokens.extend(tokens)
+            tokens = self.host.checked(content)  # type: ignore[arg-type]
+        self._said.tokens.extend(tokens)
         if _are_messages(content):
-            self._messages += content  # type: ignore[arg-type]
-            self._answer_from = len(self._tokens)
+            self._said.messages += content  # type: ignore[arg-type]
 
     def _turn_tokens(self, messages: Any) -> array[int]:
-        if self._messages:
-            return self._host.render_next(self._messages, messages)
-        if self._tokens:
+        if self._said.messages:
+            return self.host.render_next(self._said.messages, messages)
+        if self._said.tokens:
             raise RequestError(
                 "messages cannot follow plain text: the model's chat format begins a conversation"
             )
-        return self._host.render_first(messages)
+        return self.host.render_first(messages)
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Generation:
         """Queue a continuation; it runs when its result is asked for, or another's.
@@ -217,21 +201,25 @@ class Context:
             raise UnsupportedParameterError("a context has one continuation; fork it for n > 1")
         if params.logprobs is None:
             params = replace(params, logprobs=0)
-        params = self._host.seeded(params)
+        params = self.host.seeded(params)
         with DeferredInterrupts():
-            request = self._submit(params)
-            generation = Generation(self._host, [request], lambda well: self._absorb(request, well))
-            self._pending = generation
+            request = self.submit(params)
+            generation = Generation(self.host, [request], lambda well: self._absorb(request, well))
+            self.occupy(generation)
         return generation
 
-    def _submit(self, params: SamplingParams, scored: Iterable[int] | None = None) -> Request:
+    def occupy(self, pending: Pending[Any]) -> None:
+        """Nothing else can be done with this context until ``pending`` has ended."""
+        self._pending = pending
+
+    def submit(self, params: SamplingParams, scored: Iterable[int] | None = None) -> Request:
         """A request on this context's own sequence."""
-        prompt = np.array(self._tokens, np.int32)
+        prompt = np.array(self._said.tokens, np.int32)
         scored_from = None
         if scored is not None:
             scored_from = len(prompt) - 1
             prompt = np.concatenate((prompt, np.array(scored, np.int32)))
-        return self._host.engine.add_request(
+        return self.host.engine.add_request(
             prompt,
             params,
             namespace=self.namespace,
@@ -242,19 +230,16 @@ class Context:
 
     def _absorb(self, request: Request, well: bool) -> None:
         """A generation has ended: go on from its text, or from where it began."""
-        self._pending = None
         if well:
             (branch,) = request.branches
-            stream, behind = branch.stream, self._tokens[-DECODED_BEHIND:]
-            kept, rest = ending_of(stream, self._host.engine.tokenizer, behind)
-            self._tokens.extend(stream.token_ids[:kept])
-            self._generated.append(stream.text)
-            self._logprobs += [entry.logprob for entry in branch.logprobs]
-            self._host.holds.truncate(self._hold, len(self._tokens))
+            stream, behind = branch.stream, self._said.tokens[-DECODED_BEHIND:]
+            kept, rest = ending_of(stream, self.host.engine.tokenizer, behind)
+            self._said.add(stream.token_ids[:kept], stream.text, branch.logprobs)
+            self.host.holds.truncate(self._hold, len(self._said.tokens))
             if rest:
-                self._tokens.extend(self._host.tokenize(rest, first=False))
+                self._said.tokens.extend(self.host.tokenize(rest, first=False))
         else:
-            self._host.holds.truncate(self._hold, len(self._tokens))
+            self.host.holds.truncate(self._hold, len(self._said.tokens))
 
     # -- scoring ---------------------------------------------------------------------------------
 
@@ -268,16 +253,8 @@ class Context:
         RequestError
             If the continuation or the context is empty.
         """
-        tokens = self._continuation(content)
-        branch = self._branch()
-        try:
-            request = branch._submit(SamplingParams(max_tokens=1, temperature=0), tokens)
-        except BaseException:
-            branch.close()
-            raise
-        scoring = Scoring(self._host, [request], lambda well: branch.close())
-        branch._pending = scoring
-        return scoring
+        self._check_free()
+        return score(self, content)
 
     def choose(self, options: Sequence[str | Sequence[int]]) -> Choosing:
         """Go on with the likeliest of some continuations, by mean log-probability a token.
@@ -290,53 +267,8 @@ class Context:
             If there are no options, or one is empty, or the context is.
         """
         self._check_free()
-        if isinstance(options, str) or not len(options):
-            raise RequestError("choose takes a list of texts, at least one")
-        continuations = [self._continuation(option) for option in options]
-        branches: list[Context] = []
-        requests: list[Request] = []
-        params = SamplingParams(max_tokens=1, temperature=0)
-        try:
-            for tokens in continuations:
-                branches.append(self._branch())
-                requests.append(branches[-1]._submit(params, tokens))
-        except BaseException:
-            for request in requests:
-                self._host.engine.abort(request.request_id)
-            for branch in branches:
-                branch.close()
-            raise
-        texts = [option if isinstance(option, str) else "" for option in options]
-
-        def conclude(well: bool) -> None:
-            self._pending = None
-            if well:
-                index = best_score(requests)
-                self._take_choice(branches[index], requests[index], texts[index])
-            for branch in branches:
-                branch.close()
-
-        self._pending = Choosing(self._host, requests, conclude, texts)
-        return self._pending
-
-    def _continuation(self, content: str | Sequence[int]) -> array[int]:
         self._check_free()
-        if not self._tokens:
-            raise RequestError("an empty context has nothing to score behind; append a text first")
-        if isinstance(content, str):
-            tokens = self._host.tokenize(content, first=False)
-        else:
-            tokens = self._host.checked(content)
-        if not tokens:
-            raise RequestError("the continuation is empty; it needs at least one token")
-        return tokens
-
-    def _take_choice(self, branch: Context, request: Request, text: str) -> None:
-        scored = request.prompt[len(self._tokens) :].tolist()
-        branch._tokens.extend(scored)
-        branch._generated.append(text or self._host.decode(scored))
-        branch._logprobs += [entry.logprob for entry in request.prompt_logprobs]
-        self._become(branch)
+        return choose(self, options)
 
     # -- branching -------------------------------------------------------------------------------
 
@@ -355,15 +287,10 @@ class Context:
     def _branch(self) -> Context:
         branch = object.__new__(Context)
         vars(branch).update(vars(self))
-        branch._parent = self
+        branch.parent = self
         branch._children = {}
-        branch._hold = self._host.holds.fork(self._hold)
-        branch._tokens = self._tokens[:]
-        branch._generated = self._generated.copy()
-        branch._logprobs = self._logprobs.copy()
-        branch._since = (len(self._generated), len(self._logprobs))
-        branch._messages = self._messages.copy()
-        branch._checkpoints = []
+        branch._hold = self.host.holds.fork(self._hold)
+        branch._said = self._said.branch()
         self._children[branch] = None
         return branch
 
@@ -423,11 +350,13 @@ class Context:
         ContextClosedError, ContextBusyError
         """
         self._check_free()
-        self._check_branches(branches)
+        check_branches(self, branches)
+        for branch in branches:
+            branch._check_free()
         if mode == "best":
-            since = len(self._logprobs)
-            winner = best_of(branches, by, lambda branch: branch._logprobs[since:])
-            if winner._tokens[: len(self._tokens)] != self._tokens:
+            since = len(self._said.logprobs)
+            winner = best_of(branches, by, lambda branch: branch._said.logprobs[since:])
+            if winner._said.tokens[: len(self._said.tokens)] != self._said.tokens:
                 raise JoinError(
                     "the context has changed since the winner was forked from it; join with "
                     'mode="append", or do not append to a context whose branches are open'
@@ -437,40 +366,26 @@ class Context:
             return winner
         if mode not in ("append", "all"):
             raise JoinError(f'mode must be "best", "append" or "all", not {mode!r}')
-        start = len(self._generated)
-        texts = ["".join(branch._generated[start:]) for branch in branches]
+        start = len(self._said.pieces)
+        texts = ["".join(branch._said.pieces[start:]) for branch in branches]
         if mode == "append":
             written = [template.format(text=text, index=i) for i, text in enumerate(texts)]
             self.append("".join(written))
         self._end(branches)
         return texts
 
-    def _check_branches(self, branches: Sequence[Context]) -> None:
-        if not len(branches):
-            raise JoinError("there are no branches to join")
-        for branch in branches:
-            if not isinstance(branch, Context) or not branch._descends_from(self):
-                raise JoinError(f"{branch!r} was not forked from this context")
-            branch._check_free()
-        if len(set(branches)) < len(branches):
-            raise JoinError("a branch can be joined only once")
-
-    def _descends_from(self, other: Context) -> bool:
-        above = self._parent
-        while above is not None and above is not other:
-            above = above._parent
-        return above is not None
+    def take_over(self, branch: Context, request: Request, text: str) -> None:
+        """Go on as a branch whose request has read ``text`` as its prompt's end."""
+        read = request.prompt[len(branch._said) :].tolist()
+        branch._said.add(read, text or self.host.decode(read), request.prompt_logprobs)
+        self._become(branch)
 
     def _become(self, winner: Context) -> None:
         """Go on as the winner does, on its blocks."""
         with DeferredInterrupts():
             old, self._hold, winner._hold = self._hold, winner._hold, Hold()
-            self._host.holds.release(old)
-            self._tokens = winner._tokens[:]
-            self._generated = winner._generated.copy()
-            self._logprobs = winner._logprobs.copy()
-            self._messages = winner._messages.copy()
-            self._answer_from = winner._answer_from
+            self.host.holds.release(old)
+            self._said.become(winner._said)
 
     def _end(self, branches: Sequence[Context]) -> None:
         for branch in branches:
@@ -481,15 +396,7 @@ class Context:
     def checkpoint(self) -> Checkpoint:
         """A place that `rollback` can come back to; O(1), holds nothing."""
         self._check_free()
-        place = Checkpoint(
-            len(self._tokens),
-            len(self._generated),
-            len(self._logprobs),
-            len(self._messages),
-            self._answer_from,
-        )
-        self._checkpoints.append(place)
-        return place
+        return self._said.mark()
 
     def rollback(self, place: Checkpoint | None = None) -> None:
         """Forget all that came after a checkpoint, the last one unless given.
@@ -503,18 +410,9 @@ class Context:
             If the checkpoint is not this context's, or was rolled back over.
         """
         self._check_free()
-        if place is None and self._checkpoints:
-            place = self._checkpoints[-1]
-        if place is None or place not in self._checkpoints:
-            raise ContextError("there is no such checkpoint in this context; make one first")
         with DeferredInterrupts():
-            del self._checkpoints[self._checkpoints.index(place) + 1 :]
-            del self._tokens[place.num_tokens :]
-            del self._generated[place.num_generated :]
-            del self._logprobs[place.num_logprobs :]
-            del self._messages[place.num_messages :]
-            self._answer_from = place.answer_from
-            self._host.holds.truncate(self._hold, place.num_tokens)
+            self._said.rewind(place)
+            self.host.holds.truncate(self._hold, len(self._said.tokens))
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -535,9 +433,9 @@ class Context:
             for child in list(self._children):
                 child.close(retention)
             self.closed = True
-            if self._parent is not None:
-                self._parent._children.pop(self, None)
-            self._host.holds.release(self._hold, retention)
+            if self.parent is not None:
+                self.parent._children.pop(self, None)
+            self.host.holds.release(self._hold, retention)
 
     def __enter__(self) -> Context:
         return self
@@ -548,6 +446,8 @@ class Context:
     def _settle(self) -> None:
         if self._pending is not None:
             self._pending.settle()
+            if self._pending.concluded:
+                self._pending = None
 
     def _check_free(self) -> None:
         """Raise unless it is open and no generation runs on it."""

@@ -31,6 +31,20 @@ def majority(key: Callable[[Context], Hashable]) -> Majority:
     return Majority(key)
 
 
+def check_branches(context: Context, branches: Sequence[Context]) -> None:
+    """Raise `JoinError` unless all of these were forked from the context or its branches."""
+    if not len(branches):
+        raise JoinError("there are no branches to join")
+    for branch in branches:
+        above = getattr(branch, "parent", None)
+        while above is not None and above is not context:
+            above = above.parent
+        if above is None:
+            raise JoinError(f"{branch!r} was not forked from this context")
+    if len(set(branches)) < len(branches):
+        raise JoinError("a branch can be joined only once")
+
+
 def best_of(
     branches: Sequence[Context],
     by: By | Majority | Callable[[Context], float],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from radixkv.decoding import FinishReason
@@ -69,6 +68,11 @@ class Pending(ABC, Generic[T]):
             for request in self._requests:
                 self._host.engine.abort(request.request_id)
         self.settle()
+
+    @property
+    def concluded(self) -> bool:
+        """Whether its context has what came of it."""
+        return self._conclude is None
 
     def settle(self) -> None:
         """If it has ended, let its context have what came of it."""
@@ -191,104 +195,3 @@ class _Growth:
 
     def cancel(self) -> None:
         self._generation.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What the model thinks of a text behind a context.
-
-    Attributes
-    ----------
-    token_ids : tuple of int
-    logprobs : tuple of float
-        One a token.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-    @property
-    def total(self) -> float:
-        """Log-probability of the whole text."""
-        return sum(self.logprobs)
-
-    @property
-    def mean(self) -> float:
-        """The same a token, so that texts of different lengths can be compared."""
-        return self.total / len(self.logprobs)
-
-
-class Scoring(Pending[Score]):
-    """The score of a text that is not kept; its numbers run the engine until they are there."""
-
-    def _value(self) -> Score:
-        return score_of(self._requests[0])
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        return self.result().logprobs
-
-    @property
-    def total(self) -> float:
-        return self.result().total
-
-    @property
-    def mean(self) -> float:
-        return self.result().mean
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which of several texts a context went on with.
-
-    Attributes
-    ----------
-    index : int
-    text : str
-        The option itself; empty if it was given as tokens.
-    scores : tuple of Score
-        Of all options, in order.
-    """
-
-    index: int
-    text: str
-    scores: tuple[Score, ...]
-
-
-class Choosing(Pending[Choice]):
-    """A choice between texts; its properties run the engine until it is made."""
-
-    def __init__(
-        self,
-        host: Host,
-        requests: Sequence[Request],
-        conclude: Callable[[bool], None],
-        options: Sequence[str],
-    ) -> None:
-        super().__init__(host, requests, conclude)
-        self._options = options
-
-    def _value(self) -> Choice:
-        scores = tuple(score_of(request) for request in self._requests)
-        index = best_score(self._requests)
-        return Choice(index, self._options[index], scores)
-
-    @property
-    def text(self) -> str:
-        return self.result().text
-
-    @property
-    def index(self) -> int:
-        return self.result().index
-
-
-def score_of(request: Request) -> Score:
-    """The score of what a scoring request was given behind its context."""
-    tokens = request.prompt[request.scored_from + 1 :].tolist()
-    return Score(tuple(tokens), tuple(entry.logprob for entry in request.prompt_logprobs))
-
-
-def best_score(requests: Sequence[Request]) -> int:
-    """Which request's text is the likeliest a token; of equals the first."""
-    means = [score_of(request).mean for request in requests]
-    return means.index(max(means))
