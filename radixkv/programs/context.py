@@ -361,8 +361,9 @@ class Context:
                     "the context has changed since the winner was forked from it; join with "
                     'mode="append", or do not append to a context whose branches are open'
                 )
-            self._become(winner)
-            self._end(branches)
+            with DeferredInterrupts():
+                self._become(winner)
+                self._end(branches)
             return winner
         if mode not in ("append", "all"):
             raise JoinError(f'mode must be "best", "append" or "all", not {mode!r}')
@@ -382,10 +383,9 @@ class Context:
 
     def _become(self, winner: Context) -> None:
         """Go on as the winner does, on its blocks."""
-        with DeferredInterrupts():
-            old, self._hold, winner._hold = self._hold, winner._hold, Hold()
-            self.host.holds.release(old)
-            self._said.become(winner._said)
+        old, self._hold, winner._hold = self._hold, winner._hold, Hold()
+        self.host.holds.release(old)
+        self._said.become(winner._said)
 
     def _end(self, branches: Sequence[Context]) -> None:
         for branch in branches:

@@ -143,6 +143,10 @@ class ProgramMachine(RuleBasedStateMachine):
         found, reason = naive(twin.tokens, params, seed or 0, 0, LENGTH)
         twin.expected = found[:-1] if reason == "stop" else found
         twin.pending = twin.context.generate(params)
+        if twin.parent is not None and twin.parent.pending is None:
+            with pytest.raises(ContextBusyError):
+                twin.parent.context.join([twin.context], "all")
+            self.saw("busy refused")
 
     @rule(index=picks, steps=st.integers(1, 8))
     def crowd(self, index: int, steps: int) -> None:
@@ -260,11 +264,24 @@ class ProgramMachine(RuleBasedStateMachine):
             best = twin.context.join(contexts, by=lambda c: float(c is winner.context))
             assert best is winner.context
             twin.tokens = winner.tokens.copy()
-            self.saw("joined best", *["joined grandchild"] * (winner.parent is not twin))
+            self.saw("joined best")
         for other in chosen:
             self._forget(other)
         with pytest.raises(ContextClosedError):
             winner.context.append([1])
+
+    @rule(index=picks, raw=raw_tokens)
+    def join_grandchild(self, index: int, raw: bytes) -> None:
+        """A branch of a branch ends; the one between stays open."""
+        if (twin := self.pick(index)) is None or len(twin.tokens) + len(raw) >= LENGTH - 1:
+            return
+        (child,) = twin.context.fork(1)
+        self.twins.append(Twin(child, twin.tokens.copy(), twin))
+        (below,) = child.fork(1)
+        below.append([byte % VOCABULARY for byte in raw])
+        assert twin.context.join([below], by=len) is below
+        twin.tokens += [byte % VOCABULARY for byte in raw]
+        self.saw("joined grandchild")
 
     @rule(index=picks, other=picks)
     def join_a_stranger(self, index: int, other: int) -> None:
