@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -16,19 +16,18 @@ from radixkv.engine import Request
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.errors import (
-    ContextBusyError,
-    ContextClosedError,
     JoinError,
     RequestError,
     UnsupportedParameterError,
 )
 from radixkv.programs.endings import ending_of
 from radixkv.programs.host import Host
-from radixkv.programs.joining import By, Majority, best_of, check_branches
-from radixkv.programs.pending import Generation, Pending
+from radixkv.programs.joining import By, Majority, best_of, check_branches, fill_in
+from radixkv.programs.pending import Generation
 from radixkv.programs.scoring import Choosing, Scoring, choose, score
-from radixkv.programs.transcript import Checkpoint, Transcript
-from radixkv.programs.turns import Message
+from radixkv.programs.transcript import Checkpoint
+from radixkv.programs.turns import Message, are_messages
+from radixkv.programs.view import ContextView
 
 Content = str | Sequence[int] | Sequence[Message]
 
@@ -36,26 +35,7 @@ Content = str | Sequence[int] | Sequence[Message]
 DECODED_BEHIND = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ContextStats:
-    """What a context holds now.
-
-    Attributes
-    ----------
-    num_tokens, num_computed : int
-        All of its tokens, and those whose KV it holds.
-    shared_blocks, own_blocks : int
-        Blocks that others hold too, and those that only this context does. Both are 0 while a
-        generation runs on them, and once they were given up for want of memory.
-    """
-
-    num_tokens: int
-    num_computed: int
-    shared_blocks: int
-    own_blocks: int
-
-
-class Context:
+class Context(ContextView):
     """A text over the cache. Made by ``LLM.context`` or `fork`; not thread-safe.
 
     Its blocks are held from one generation to the next. If memory runs out, the context that was
@@ -80,61 +60,12 @@ class Context:
         retention: Retention = DEFAULT_RETENTION,
         parent: Context | None = None,
     ) -> None:
-        self.host = host
+        super().__init__(host)
         namespace = (namespace,) if isinstance(namespace, str) else namespace
         self.namespace = check_namespace(namespace)
         self._retention = retention
         self.parent = parent
         self._children: dict[Context, None] = {}
-        self._hold = Hold()
-        self._pending: Pending[Any] | None = None
-        self._said = Transcript()
-        self.closed = False
-
-    # -- reading ---------------------------------------------------------------------------------
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All of its tokens; those of an unfinished generation come when that is finished."""
-        self._settle()
-        return tuple(self._said.tokens)
-
-    @property
-    def text(self) -> str:
-        """All of its tokens as text, special ones among them."""
-        self._settle()
-        return self.host.decode(self._said.tokens)
-
-    @property
-    def generated(self) -> str:
-        """What was generated in it since it was opened or forked."""
-        self._settle()
-        return "".join(self._said.pieces[self._said.inherited[0] :])
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        """Log-probabilities of all tokens sampled since it was opened or forked.
-
-        They are the model's own, before temperature and filters; the tokens that ended a
-        generation count, also where they are no text.
-        """
-        self._settle()
-        return tuple(self._said.logprobs[self._said.inherited[1] :])
-
-    @property
-    def stats(self) -> ContextStats:
-        """What it holds; O(nodes of the tree above it)."""
-        self._settle()
-        sequence = self._hold.sequence
-        if sequence is None:
-            return ContextStats(len(self._said.tokens), 0, 0, 0)
-        own = sequence.num_own_blocks
-        shared = sequence.num_blocks - own
-        return ContextStats(len(self._said.tokens), sequence.num_computed, shared, own)
-
-    def __len__(self) -> int:
-        self._settle()
-        return len(self._said.tokens)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self._children)} branches"
@@ -157,12 +88,12 @@ class Context:
         self._check_free()
         if isinstance(content, str):
             tokens = self.host.tokenize(content, first=not self._said.tokens) if content else ()
-        elif _are_messages(content):
+        elif are_messages(content):
             tokens = self._turn_tokens(content)
         else:
             tokens = self.host.checked(content)  # type: ignore[arg-type]
         self._said.tokens.extend(tokens)
-        if _are_messages(content):
+        if are_messages(content):
             self._said.messages += content  # type: ignore[arg-type]
 
     def _turn_tokens(self, messages: Any) -> array[int]:
@@ -207,10 +138,6 @@ class Context:
             generation = Generation(self.host, [request], lambda well: self._absorb(request, well))
             self.occupy(generation)
         return generation
-
-    def occupy(self, pending: Pending[Any]) -> None:
-        """Nothing else can be done with this context until ``pending`` has ended."""
-        self._pending = pending
 
     def submit(self, params: SamplingParams, scored: Iterable[int] | None = None) -> Request:
         """A request on this context's own sequence."""
@@ -370,8 +297,7 @@ class Context:
         start = len(self._said.pieces)
         texts = ["".join(branch._said.pieces[start:]) for branch in branches]
         if mode == "append":
-            written = [template.format(text=text, index=i) for i, text in enumerate(texts)]
-            self.append("".join(written))
+            self.append(fill_in(template, texts))
         self._end(branches)
         return texts
 
@@ -442,29 +368,3 @@ class Context:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _settle(self) -> None:
-        if self._pending is not None:
-            self._pending.settle()
-            if self._pending.concluded:
-                self._pending = None
-
-    def _check_free(self) -> None:
-        """Raise unless it is open and no generation runs on it."""
-        self._settle()
-        if self.closed:
-            raise ContextClosedError("the context was closed or joined; fork or open another")
-        if self._pending is not None:
-            raise ContextBusyError(
-                "a generation of this context is not finished; ask for its result, run or await "
-                "it, or cancel it, first"
-            )
-
-
-def _are_messages(content: object) -> bool:
-    return (
-        not isinstance(content, str | np.ndarray)
-        and isinstance(content, Sequence)
-        and len(content) > 0
-        and isinstance(content[0], Mapping)
-    )

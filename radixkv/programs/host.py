@@ -77,9 +77,11 @@ class Host:
 
     def checked(self, token_ids: Iterable[int]) -> array[int]:
         """Token ids that the model knows; raises `RequestError` for others."""
-        tokens = array("i")
-        tokens.frombytes(token_bytes(list(token_ids)))
-        for token in tokens:
+        try:
+            tokens = array("i", token_bytes(list(token_ids)))
+        except TypeError:
+            raise RequestError(f"{token_ids!r} is no text, token ids or messages") from None
+        for token in (min(tokens), max(tokens)) if tokens else ():
             if not 0 <= token < self.engine.vocab_size:
                 raise RequestError(
                     f"token id {token} is outside the vocabulary of {self.engine.vocab_size} tokens"

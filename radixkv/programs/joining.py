@@ -100,3 +100,13 @@ def _voted(
         branch for branch, answer in zip(branches, answers, strict=True) if votes[answer] == most
     ]
     return max(ahead, key=lambda branch: _likelihood(logprobs_of(branch), "mean_logprob"))
+
+
+def fill_in(template: str, texts: Sequence[str]) -> str:
+    """The template for each text, with its ``{text}`` and ``{index}``, one after the other."""
+    try:
+        return "".join(template.format(text=text, index=i) for i, text in enumerate(texts))
+    except (LookupError, ValueError) as error:
+        raise JoinError(
+            f"the template {template!r} can hold {{text}} and {{index}} alone ({error})"
+        ) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from radixkv.errors import RequestError
 
 Message = Mapping[str, Any]
@@ -40,3 +42,13 @@ def render_next(
             "behind one; open a context with the whole conversation instead"
         )
     return behind
+
+
+def are_messages(content: object) -> bool:
+    """Whether these are chat messages, at least one, and no text or token ids."""
+    return (
+        not isinstance(content, str | np.ndarray)
+        and isinstance(content, Sequence)
+        and len(content) > 0
+        and isinstance(content[0], Mapping)
+    )

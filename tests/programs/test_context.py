@@ -213,6 +213,11 @@ def test_errors_leave_everything_as_it_was(make_llm: MakeLLM) -> None:
         context.join([one], "worst")  # type: ignore[call-overload]
     with pytest.raises(JoinError, match="by must be"):
         context.join([one], by="luck")  # type: ignore[arg-type]
+    with pytest.raises(JoinError, match="can hold"):
+        context.join([one], "append", template="{nothing}")
+    for bad in (None, 5, [None], ["a"], [1.5]):
+        with pytest.raises(RequestError):
+            context.append(bad)  # type: ignore[arg-type]
     with pytest.raises(JoinError, match="for all of them"):
         context.join([one], by=majority(lambda d: None))
     with pytest.raises(ZeroDivisionError):
