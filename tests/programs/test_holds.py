@@ -6,14 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from fake import check_content, make_engine, naive
 
-from radixkv.cache import PrefixCache
-from radixkv.config import CacheConfig
 from radixkv.decoding import SamplingParams
 from radixkv.engine import Engine
-from radixkv.errors import OutOfBlocksError, RequestError
 from radixkv.programs import Context, Host, run
 
 NO_TOKENIZER: Any = SimpleNamespace(name="fake", tokenizer=None)
@@ -129,23 +125,3 @@ def test_losers_go_first() -> None:
     assert engine.cache.match(tokens[0]) + engine.cache.match(tokens[2]) < 34
     other.close()
     context.close()
-
-
-def test_resuming_counts_once_and_refuses_other_tokens() -> None:
-    cache = PrefixCache(CacheConfig(num_blocks=6, block_size=4))
-    sequence = cache.acquire(range(6))
-    cache.commit(sequence)
-    with pytest.raises(RequestError, match="begins with its tokens"):
-        sequence.resume([0, 1, 2, 9, 4, 5, 6])
-    for needed, spare in ((30, 0), (8, 5)):
-        with pytest.raises(OutOfBlocksError):
-            sequence.resume(range(needed), spare_blocks=spare)
-    assert (sequence.num_tokens, sequence.num_blocks) == (6, 2)
-    sequence.resume(range(9), spare_blocks=1)
-    assert (sequence.num_tokens, sequence.num_cached, sequence.num_blocks) == (9, 6, 3)
-    cache.commit(sequence)
-    sequence.resume(range(10), resumed=True)
-    counters = cache.counters
-    assert (counters.queries, counters.query_tokens, counters.hit_tokens) == (2, 15, 6)
-    cache.release(sequence)
-    cache.check()
