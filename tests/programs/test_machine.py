@@ -325,9 +325,10 @@ class ProgramMachine(RuleBasedStateMachine):
 
     # -- async and accidents ---------------------------------------------------------------------
 
-    @rule(patience=st.integers(0, 5), cancelled=picks)
+    @rule(patience=st.integers(0, 3), cancelled=picks)
     def gather(self, patience: int, cancelled: int) -> None:
         """Await all that is pending in tasks; cancel one of them after some turns of the loop."""
+        self.generate(cancelled, 12, 1)
         busy = [twin for twin in self.twins if twin.pending is not None]
         if not busy:
             return
@@ -436,11 +437,11 @@ class ProgramMachine(RuleBasedStateMachine):
 
 def test_any_order_of_calls_and_accidents() -> None:
     ProgramMachine.fired.clear()
-    for attempt in range(4):
+    for attempt in range(6):
         run_state_machine_as_test(
             ProgramMachine,
             settings=settings(
-                max_examples=60,
+                max_examples=150,
                 stateful_step_count=50,
                 deadline=None,
                 derandomize=attempt == 0,
