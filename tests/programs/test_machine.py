@@ -153,7 +153,7 @@ class ProgramMachine(RuleBasedStateMachine):
         """Branches that all want more blocks at once."""
         self.fork(index, 3)
         for number in range(len(self.twins)):
-            self.generate(number, 12, 1)
+            self.generate(number, 12, number + 1)
         self.step(steps)
 
     @rule(index=picks)
