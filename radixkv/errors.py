@@ -7,6 +7,11 @@ RadixKVError
 │   └── UnsupportedParameterError         a parameter we do not know or do not have
 ├── OutOfBlocksError                      the pool cannot give that many blocks now
 ├── SequenceClosedError                   a released sequence was used again
+├── ContextError                          a context cannot do that now
+│   ├── ContextClosedError                it was closed, or joined
+│   ├── ContextBusyError                  a generation of it is not finished
+│   └── JoinError                         branches that cannot be joined so
+├── GenerationCancelledError              what was cancelled has no result
 ├── ModelLoadError                        a model that could not be found, read or stored
 │   └── ModelNotSupportedError            a model class whose state a paged KV cache cannot hold
 ├── NativeBuildError                      the compiled operators could not be built here
@@ -60,6 +65,26 @@ class OutOfBlocksError(RadixKVError):
 
 class SequenceClosedError(RadixKVError):
     """A sequence that was released (or never belonged to this cache) was used again."""
+
+
+class ContextError(RadixKVError):
+    """A context was asked for what it cannot do in its state; it stays as it was."""
+
+
+class ContextClosedError(ContextError):
+    """The context was closed, or joined into another; open or fork a new one."""
+
+
+class ContextBusyError(ContextError):
+    """A generation of the context is not finished; run, await or cancel it first."""
+
+
+class JoinError(ContextError):
+    """These branches cannot be joined into this context, or not in this mode."""
+
+
+class GenerationCancelledError(RadixKVError):
+    """The generation was cancelled, or its context closed, before it had a result."""
 
 
 class ModelLoadError(RadixKVError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from numbers import Integral
@@ -27,6 +27,8 @@ from radixkv.memory import num_blocks_for, parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_model, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
+from radixkv.programs import Context, Host, Pending, run
+from radixkv.programs.context import Content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,6 +133,7 @@ class LLM:
             raise
         # Who wants what a step adds to a request: streams may take turns.
         self._inboxes: dict[str, tuple[deque[TokenDelta], str]] = {}
+        self._host = Host(self.engine, model, step=self._step, seed=seed)
 
     @classmethod
     def demo(cls, **settings: Any) -> LLM:
@@ -285,6 +288,32 @@ class LLM:
                 inbox.append(
                     TokenDelta(name, delta.index, delta.token_id, delta.text, delta.finish_reason)
                 )
+
+    # -- programs --------------------------------------------------------------------------------
+
+    def context(
+        self,
+        content: Content = "",
+        *,
+        namespace: Namespace | str = (),
+        retention: Retention = DEFAULT_RETENTION,
+    ) -> Context:
+        """Open a context: a text that grows, branches and joins. See `radixkv.programs.Context`.
+
+        Parameters
+        ----------
+        content : str, token ids, or chat messages
+            What it begins with.
+        namespace, retention
+            See `PrefixCache.acquire`.
+        """
+        context = Context(self._host, namespace=namespace, retention=retention)
+        context.append(content)
+        return context
+
+    def run(self, pending: Iterable[Pending[Any]]) -> list[Any]:
+        """Run generations, scores and choices of contexts in one batch; their results, in order."""
+        return run(pending)
 
     # -- tokens ----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import radixkv
 
 ROOT = Path(radixkv.__file__).parent
 # Each room may import those before it; `decoding` stands beside `attention`.
-FLOORS = ["cache", "attention", "model", "engine", "llm", "cli"]
+FLOORS = ["cache", "attention", "model", "engine", "programs", "llm", "cli"]
 EVERYWHERE = {"errors", "config"}
 ALLOWED = {
     "cache": {"cache"},
@@ -22,7 +22,8 @@ ALLOWED = {
     "decoding": {"decoding"},
     "model": {"model", "attention", "cache", "folders", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
-    "llm": {"memory", "model", "attention", "cache", "decoding", "engine"},
+    "programs": {"programs", "model", "cache", "decoding", "engine"},
+    "llm": {"memory", "model", "attention", "cache", "decoding", "engine", "programs"},
     "memory": set(),
     "workloads": {"workloads"},
     "errors": set(),

@@ -3,7 +3,7 @@
 from radixkv.cache.copies import CopyOrder, copy_waves
 from radixkv.cache.events import BlocksRemoved, BlocksStored
 from radixkv.cache.eviction import FIFO, LRU, EvictionPolicy, PlainLRU, Priority
-from radixkv.cache.hashing import Namespace, chain_hashes, namespace_hash, token_bytes
+from radixkv.cache.hashing import Namespace, TokenIds, chain_hashes, namespace_hash, token_bytes
 from radixkv.cache.manager import PrefixCache
 from radixkv.cache.retention import DEFAULT_RETENTION, EPHEMERAL, Retention
 from radixkv.cache.sequence import Sequence
@@ -26,6 +26,7 @@ __all__ = [
     "Priority",
     "Retention",
     "Sequence",
+    "TokenIds",
     "chain_hashes",
     "copy_waves",
     "namespace_hash",

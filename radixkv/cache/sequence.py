@@ -118,6 +118,19 @@ class Sequence:
         return len(self.table)
 
     @property
+    def num_own_blocks(self) -> int:
+        """Blocks that no other sequence holds; O(blocks outside the tree + nodes)."""
+        allocator = self._cache.allocator
+        refs, open_nodes = allocator.pool.refs, allocator.tree.open_nodes
+        private = self.table[self.num_tree_blocks :]
+        own = sum(refs[block] - (block in open_nodes) == 1 for block in private)
+        node = self.node
+        while node is not None and node.pins == 1:
+            own += min(len(node.blocks), self.num_tree_blocks - node.start)
+            node = node.parent
+        return own
+
+    @property
     def block_table(self) -> npt.NDArray[np.int32]:
         """A copy of the table; int32 (num_blocks,). Entry i holds tokens from i × block size on."""
         return np.array(self.table, np.int32)
@@ -152,6 +165,43 @@ class Sequence:
     def extend(self, tokens: TokenIds) -> None:
         """Add several tokens at once; as `append`, all or nothing."""
         self._grow(token_bytes(tokens))
+
+    def resume(self, tokens: TokenIds, *, resumed: bool = False, spare_blocks: int = 0) -> None:
+        """Go on as the prompt ``tokens``, which begins with all tokens that are here; as `extend`.
+
+        Counts as a query whose hits are what this sequence has computed.
+
+        Parameters
+        ----------
+        tokens : ints (num_tokens,)
+        resumed : bool
+            The tokens have been counted before (a preempted request comes back).
+        spare_blocks : int
+            Blocks that must be left over, free or evictable, for others to go on.
+
+        Raises
+        ------
+        RequestError
+            If the tokens begin otherwise.
+        OutOfBlocksError
+            If the rest does not fit. Nothing has changed then.
+        """
+        self._check_changeable()
+        data = token_bytes(tokens)
+        if not data.startswith(self.data):
+            raise RequestError("a sequence goes on only with a prompt that begins with its tokens")
+        size, start, stop = self._cache.block_size, self.num_tokens, len(data) // TOKEN_BYTES
+        # One more than is missing, if the last block has to be copied before it is written.
+        missing = -(-stop // size) - len(self.table) + (stop > start and start % size > 0)
+        self._cache.allocator.require(missing + spare_blocks)
+        self._grow(data[len(self.data) :])
+        self.num_cached = self.num_computed
+        if not resumed:
+            self.num_counted = stop
+            counters = self._cache.counters
+            counters.queries += 1
+            counters.query_tokens += stop
+            counters.hit_tokens += self.num_computed
 
     def _grow(self, data: bytes) -> None:
         if self.closed or self.withdrawn or self.promised_from is not None:

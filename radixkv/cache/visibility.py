@@ -133,7 +133,7 @@ class Visibility:
     def lean(self, sequence: Sequence, start: int) -> None:
         """Note if the sequence, whose table is new from ``start`` on, rests on pending blocks."""
         pending = self._allocator.pending
-        if not pending.isdisjoint(sequence.table[start:]):
+        if pending and not pending.isdisjoint(sequence.table[start:]):
             first = next(
                 i for i in range(start, len(sequence.table)) if sequence.table[i] in pending
             )

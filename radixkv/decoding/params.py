@@ -69,6 +69,9 @@ class SamplingParams:
     logprobs : int or None
         None: none. 0: log-probability and rank of each sampled token. k: also the k likeliest.
         They are those of the model's own distribution, before temperature and filters.
+    prompt_logprobs : int or None
+        None: none. 0: log-probability and rank of each token of the prompt but the first. k: also
+        the k likeliest. Tokens that are cached are read again for it, but not computed again.
 
     Raises
     ------
@@ -99,6 +102,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value and bring it to its plain type (numpy scalars are welcome)."""
@@ -109,6 +113,11 @@ class SamplingParams:
         if self.logprobs is not None:
             hint = "None for none, 0 for the sampled token's, k for the k likeliest beside it"
             plain["logprobs"] = checks.integer("logprobs", self.logprobs, low=0, hint=hint)
+        if self.prompt_logprobs is not None:
+            hint = "None for none, 0 for each token's own, k for the k likeliest beside it"
+            plain["prompt_logprobs"] = checks.integer(
+                "prompt_logprobs", self.prompt_logprobs, low=0, hint=hint
+            )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             checks.boolean(name, getattr(self, name))
         for name, value in plain.items():

@@ -89,7 +89,6 @@ NOT_YET = frozenset(
         "logits_processor",
         "logits_processors",
         "no_repeat_ngram_size",
-        "prompt_logprobs",
         "regex",
         "response_format",
         "sequence_bias",

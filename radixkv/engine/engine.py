@@ -25,10 +25,12 @@ from radixkv.decoding import (
     sample,
 )
 from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
+from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
-from radixkv.engine.request import Branch, Request, Status, TokenDelta
+from radixkv.engine.request import NOTHING, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
+from radixkv.engine.scoring import score_prompts
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import (
     EngineStoppedError,
@@ -97,8 +99,24 @@ class Engine:
         request_id: str | None = None,
         namespace: Namespace = (),
         retention: Retention = DEFAULT_RETENTION,
+        hold: Hold | None = None,
+        scored_from: int | None = None,
     ) -> Request:
         """Queue a request: `SamplingParams` continue the prompt, `BeamSearchParams` search.
+
+        Parameters
+        ----------
+        prompt : token ids
+        params : SamplingParams
+        request_id : str, optional
+        namespace, retention
+            See `PrefixCache.acquire`.
+        hold : Hold, optional
+            The request runs on its sequence, whose tokens the prompt begins with, and leaves it
+            there when it ends, with all that is computed then.
+        scored_from : int, optional
+            Give the log-probabilities of the prompt's tokens behind this position. Those of all
+            tokens are given if ``params.prompt_logprobs`` is set.
 
         Raises
         ------
@@ -117,6 +135,12 @@ class Engine:
             raise RequestError(f"there is a request {request_id!r} already")
         tokens = self.check_request(prompt, params)
         each = params.for_branches() if isinstance(params, BeamSearchParams) else params
+        if hold is not None and num_branches(params) > 1:
+            raise RequestError(
+                "a request of several branches cannot run on a kept sequence; fork it"
+            )
+        if scored_from is None:
+            scored_from = NOTHING if each.prompt_logprobs is None else 0
         request = Request(
             request_id=self._new_id() if request_id is None else request_id,
             serial=self._serial,
@@ -125,7 +149,10 @@ class Engine:
             seed=resolve_seed(each.seed),
             namespace=check_namespace(namespace),
             retention=retention,
+            hold=hold,
+            scored_from=scored_from,
         )
+        request.score_from_where_it_stands()
         stream = TextStream(
             each,
             self.tokenizer,
@@ -256,7 +283,7 @@ class Engine:
                 raise
             return deltas
         self.cache.settle()
-        return self._advance(step, logits)
+        return self._advance(step, score_prompts(step, logits))
 
     def _note_peak(self) -> None:
         pool = self.cache.pool
@@ -400,6 +427,7 @@ class Engine:
         self._stopped = True
         for request in list(self.requests.values()):
             self._end(request, EngineStoppedError("the engine was shut down"))
+        self.scheduler.holds.release_all()
 
     def _fail_numerically(self, request: Request) -> list[TokenDelta]:
         """NaN logits: nothing that this request computed may be found by others."""

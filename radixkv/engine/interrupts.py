@@ -13,7 +13,8 @@ from typing import Any, Self
 class DeferredInterrupts:
     """A context in which SIGINT waits until its end, or until `allowed`.
 
-    Costs a few microseconds. Does nothing outside the main thread, where no signal arrives.
+    Costs two system calls. Does nothing outside the main thread, where no signal arrives, and
+    inside of another.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,8 @@ class DeferredInterrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
+            nested = getattr(handler, "__func__", None) is DeferredInterrupts._hold
+            if callable(handler) and not nested:
                 self._handler = handler
                 signal.signal(signal.SIGINT, self._hold)
         return self

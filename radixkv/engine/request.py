@@ -12,6 +12,10 @@ import numpy.typing as npt
 
 from radixkv.cache import DEFAULT_RETENTION, Namespace, Retention, Sequence
 from radixkv.decoding import FinishReason, SamplingParams, TextStream, TokenLogprobs
+from radixkv.engine.holds import Hold
+
+# A position behind all prompts.
+NOTHING = 1 << 62
 
 if TYPE_CHECKING:
     from radixkv.engine.beams import BeamGroup
@@ -88,6 +92,13 @@ class Request:
         What each branch obeys; of a beam search, `BeamSearchParams.for_branches`.
     beams : BeamGroup or None
         The search whose beams the branches are.
+    hold : Hold or None
+        Where its sequence comes from, and stays when it ends; None to release it then.
+    next_scored : int
+        The first position whose logits are wanted for the log-probabilities of the prompt's
+        tokens, and have not been scheduled yet; beyond the prompt if none are.
+    prompt_logprobs : list of TokenLogprobs
+        Of the prompt's tokens behind position ``scored_from``, as far as they are known.
     """
 
     request_id: str
@@ -101,6 +112,10 @@ class Request:
     branches: list[Branch] = field(default_factory=list)
     to_prefill: list[Branch] = field(default_factory=list)
     overtaken: int = 0
+    hold: Hold | None = None
+    scored_from: int = NOTHING
+    next_scored: int = NOTHING
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: Exception | None = None
@@ -113,6 +128,11 @@ class Request:
     def is_fresh(self) -> bool:
         """Whether no token of it was sampled yet."""
         return not self.branches[0].stream.token_ids
+
+    def score_from_where_it_stands(self) -> None:
+        """What was scheduled but not computed of the prompt's log-probabilities is wanted again."""
+        known = self.scored_from + len(self.prompt_logprobs)
+        self.next_scored = known if known < len(self.prompt) - 1 else NOTHING
 
     @property
     def live_branches(self) -> list[Branch]:
@@ -157,6 +177,9 @@ class RequestOutput:
         Prompt tokens whose KV was found in the cache.
     time_to_first_token, total_time : float or None
         Seconds from the request's arrival.
+    prompt_logprobs : tuple of (TokenLogprobs or None), or None
+        One a prompt token, None for the first (nothing is before it), if they were asked for; as
+        many as were computed.
     error : Exception or None
         Why it failed, if it did.
     """
@@ -169,6 +192,7 @@ class RequestOutput:
     time_to_first_token: float | None
     total_time: float | None
     error: Exception | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -231,4 +255,7 @@ def output_of(request: Request) -> RequestOutput:
         time_to_first_token=request.first_token_at and request.first_token_at - since,
         total_time=request.finished_at and request.finished_at - since,
         error=request.error,
+        prompt_logprobs=(
+            None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs)
+        ),
     )

@@ -38,8 +38,8 @@ class ModelRunner:
 
         Returns
         -------
-        tensor (rows that sample, vocabulary)
-            Logits, in the order of the step's rows.
+        tensor (wanted, vocabulary)
+            Logits, in the order of the step's rows: of each its last ``num_logits`` queries'.
         """
         rows = [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows]
         batch = make_batch(
@@ -54,8 +54,12 @@ class ModelRunner:
         tokens = np.concatenate([_tokens(step.rows[index]) for index in order])
         place = np.empty(len(rows), np.int64)
         place[batch.plan.order] = np.arange(len(rows))
-        last = batch.offsets[1:] - 1
-        wanted = [last[place[i]] for i, row in enumerate(step.rows) if row.samples]
+        ends = batch.offsets[1:][place].tolist()
+        wanted = [
+            index
+            for end, row in zip(ends, step.rows, strict=True)
+            for index in range(end - row.num_logits, end)
+        ]
         self._count(step.rows, batch.kv_tokens())
         return self.adapter.forward(
             self.backend,

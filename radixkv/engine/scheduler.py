@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from radixkv.cache import CopyOrder, PrefixCache, Retention, Sequence
 from radixkv.config import EngineConfig
-from radixkv.engine.request import Branch, Request, Status
+from radixkv.engine.holds import Holds
+from radixkv.engine.request import NOTHING, Branch, Request, Status
 from radixkv.engine.stats import EngineCounters
 from radixkv.errors import OutOfBlocksError
 
@@ -31,12 +32,14 @@ class ScheduledRow:
     start, stop : int
         Positions of its queries, half-open.
     computes : bool
-        Whether their keys and values are computed and written; a prompt that is cached to the end
-        only asks for its last token's logits.
+        Whether their keys and values are computed and written; what is cached already is a query
+        only where its logits are wanted, as behind a prompt that is cached to the end.
     samples : bool
         Whether a token is sampled behind them.
     decodes : bool
         Whether the one query is a token that was sampled in an earlier step.
+    logits_from : int
+        The first position whose logits are wanted, whether or not a token is sampled behind them.
     """
 
     branch: Branch
@@ -45,6 +48,17 @@ class ScheduledRow:
     computes: bool = True
     samples: bool = True
     decodes: bool = False
+    logits_from: int = NOTHING
+
+    @property
+    def num_logits(self) -> int:
+        """Queries whose logits are wanted: the last ones."""
+        return max(self.stop - self.logits_from, int(self.samples))
+
+    @property
+    def num_scored(self) -> int:
+        """Logits that are wanted for tokens of the prompt: all but those that are sampled from."""
+        return self.num_logits - self.samples
 
     @property
     def sequence(self) -> Sequence:
@@ -77,12 +91,15 @@ class Scheduler:
         In order of arrival.
     running : list of Request
         In order of admission.
+    holds : Holds
+        Sequences of contexts that stand between requests; given up before anybody must wait.
     """
 
     def __init__(self, cache: PrefixCache, config: EngineConfig, counters: EngineCounters) -> None:
         self.cache = cache
         self.config = config
         self.counters = counters
+        self.holds = Holds(cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
 
@@ -129,7 +146,8 @@ class Scheduler:
             try:
                 sequence.append(branch.next_token)
             except OutOfBlocksError:
-                self._preempt(step, self._victim())
+                if not self.holds.reclaim():
+                    self._preempt(step, self._victim())
             else:
                 branch.next_token = -1
                 return True
@@ -161,6 +179,7 @@ class Scheduler:
             self.release(branch)
         self.running.remove(request)
         request.to_prefill = []
+        request.score_from_where_it_stands()
         request.status = Status.WAITING
         request.overtaken = AGEING
         request.num_preemptions += 1
@@ -245,14 +264,25 @@ class Scheduler:
         return max(-(-branch.num_tokens // size) - shared, 1)
 
     def _acquire(self, branch: Branch, spare_blocks: int = 0) -> None:
-        request = branch.request
-        branch.sequence = self.cache.acquire(
-            branch.tokens(),
-            request.namespace,
-            retention=request.retention,
-            resumed=request.num_preemptions > 0,
-            spare_blocks=spare_blocks,
-        )
+        """Hold blocks for what a branch has; holds are given up for it, its own the last."""
+        request, tokens = branch.request, branch.tokens()
+        resumed = request.num_preemptions > 0
+        while branch.sequence is None:
+            try:
+                if request.hold is not None:
+                    branch.sequence = self.holds.take(
+                        request.hold, tokens, resumed=resumed, spare_blocks=spare_blocks
+                    )
+                branch.sequence = branch.sequence or self.cache.acquire(
+                    tokens,
+                    request.namespace,
+                    retention=request.retention,
+                    resumed=resumed,
+                    spare_blocks=spare_blocks,
+                )
+            except OutOfBlocksError:
+                if not self.holds.reclaim():
+                    raise
 
     def _schedule_prefills(self, step: Step, request: Request, budget: int) -> int:
         """Rows for what is left of a request's tokens, as far as the budget goes."""
@@ -263,21 +293,33 @@ class Scheduler:
                 break
             if self.cache.reuse(sequence):
                 self._note_cached(request)
-            start, end = sequence.num_computed, sequence.num_tokens
-            if start == end:
-                step.rows.append(ScheduledRow(branch, end - 1, end, computes=False))
-                budget -= 1
-                self.counters.logits_only_tokens += 1
-            else:
-                stop = min(end, start + budget)
-                self.cache.commit(sequence, stop, include_open=True, pending=True)
-                step.rows.append(ScheduledRow(branch, start, stop, samples=stop == end))
-                budget -= stop - start
-                self._count(branch, start, stop)
-                if stop < end:
-                    break
-            request.to_prefill.pop(0)
+            row = self._prefill_row(branch, sequence, budget)
+            step.rows.append(row)
+            budget -= row.stop - row.start
+            if row.samples:
+                request.to_prefill.pop(0)
         return budget
+
+    def _prefill_row(self, branch: Branch, sequence: Sequence, budget: int) -> ScheduledRow:
+        """The next tokens of a branch: first the cached ones whose logits are wanted, then others.
+
+        The logits behind the last token are wanted always.
+        """
+        request, start, end = branch.request, sequence.num_computed, sequence.num_tokens
+        wanted = min(request.next_scored, end - 1)
+        computes = wanted >= start
+        if computes:
+            stop = min(end, start + budget)
+            self.cache.commit(sequence, stop, include_open=True, pending=True)
+            self._count(branch, start, stop)
+        else:
+            start, stop = wanted, min(start, wanted + budget)
+            self.counters.logits_only_tokens += stop - start
+        if wanted < stop and request.next_scored != NOTHING:
+            request.next_scored = NOTHING if stop == end else stop
+        return ScheduledRow(
+            branch, start, stop, computes, stop == end, logits_from=max(wanted, start)
+        )
 
     def _count(self, branch: Branch, start: int, stop: int) -> None:
         """Count computed tokens: again, for the first time of a prompt, or of a continuation."""
@@ -311,7 +353,11 @@ class Scheduler:
         With an ephemeral ``retention`` only its full blocks do, and they are the next to go.
         """
         sequence, branch.sequence, branch.next_token = branch.sequence, None, -1
-        if sequence is not None:
+        if sequence is None:
+            return
+        if (hold := branch.request.hold) is not None:
+            self.holds.put(hold, sequence)
+        else:
             if not sequence.withdrawn and not (retention and retention.ephemeral):
                 sequence.truncate(sequence.num_computed)
                 self.cache.commit(sequence, include_open=True)

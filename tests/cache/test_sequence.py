@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from helpers import cached, compute, make_cache, shape
 
-from radixkv.cache import CopyOrder, Sequence
+from radixkv.cache import CopyOrder, PrefixCache, Sequence
+from radixkv.config import CacheConfig
 from radixkv.errors import OutOfBlocksError, RequestError
 
 A, B, C, D = ([letter] * 4 for letter in range(1, 5))
@@ -270,3 +271,44 @@ def test_a_hint_knows_what_is_left_after_truncating() -> None:
     assert sequence.own_from == 2
     sequence.truncate(5)
     assert sequence.own_from == 1
+
+
+def test_resuming_counts_once_and_refuses_other_tokens() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=6, block_size=4))
+    sequence = cache.acquire(range(6))
+    cache.commit(sequence)
+    with pytest.raises(RequestError, match="begins with its tokens"):
+        sequence.resume([0, 1, 2, 9, 4, 5, 6])
+    for needed, spare in ((30, 0), (8, 5)):
+        with pytest.raises(OutOfBlocksError):
+            sequence.resume(range(needed), spare_blocks=spare)
+    assert (sequence.num_tokens, sequence.num_blocks) == (6, 2)
+    sequence.resume(range(9), spare_blocks=1)
+    assert (sequence.num_tokens, sequence.num_cached, sequence.num_blocks) == (9, 6, 3)
+    cache.commit(sequence)
+    sequence.resume(range(10), resumed=True)
+    counters = cache.counters
+    assert (counters.queries, counters.query_tokens, counters.hit_tokens) == (2, 15, 6)
+    cache.release(sequence)
+    cache.check()
+
+
+def test_own_blocks_are_those_that_no_other_sequence_holds() -> None:
+    cache = PrefixCache(CacheConfig(num_blocks=16, block_size=4))
+    sequence = cache.acquire(range(10))
+    assert sequence.num_own_blocks == 3
+    cache.commit(sequence, include_open=True)
+    assert sequence.num_own_blocks == 3
+    branch = sequence.fork()
+    assert (sequence.num_own_blocks, branch.num_own_blocks) == (0, 0)
+    branch.extend(range(5))
+    cache.commit(branch)
+    # The copied end and one more; the first two blocks are shared.
+    assert (sequence.num_own_blocks, branch.num_own_blocks) == (1, 2)
+    other = cache.acquire([*range(8), 50, 51, 52, 53, 54])
+    assert (sequence.num_own_blocks, branch.num_own_blocks, other.num_own_blocks) == (1, 2, 2)
+    for each in (other, branch):
+        cache.release(each)
+    assert sequence.num_own_blocks == 3
+    cache.release(sequence)
+    cache.check()

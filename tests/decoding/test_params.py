@@ -40,6 +40,7 @@ def test_defaults() -> None:
         "include_stop_str_in_output": False,
         "skip_special_tokens": True,
         "logprobs": None,
+        "prompt_logprobs": None,
     }
     assert dataclasses.asdict(SamplingParams()) == expected
     assert list(inspect.signature(SamplingParams).parameters) == list(expected)

@@ -146,4 +146,4 @@ def test_beam_search(make: Callable[..., LLM], expected_beams: list[list[Answer]
     outputs = llm.generate([*SEARCHED, PROMPTS[2]], params)
     for output, theirs in zip(outputs, expected_beams, strict=False):
         assert_same(beams_of(output), theirs)
-    assert {len(tokens) for tokens, _ in expected_beams[0]} == {1, 10}
+    assert {len(tokens) for tokens, _ in expected_beams[0]} == {1, 9}
