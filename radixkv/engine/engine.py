@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention, token_bytes
+from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
@@ -25,6 +25,7 @@ from radixkv.decoding import (
     sample,
 )
 from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
+from radixkv.engine.door import check_size, checked_prompt
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import NOTHING, Branch, Request, Status, TokenDelta
@@ -35,7 +36,6 @@ from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import (
     EngineStoppedError,
     NumericalError,
-    PromptTooLongError,
     RequestError,
 )
 
@@ -176,8 +176,14 @@ class Engine:
         """The prompt's tokens, if `add_request` would take it; raises what that would raise."""
         if not isinstance(params, SamplingParams | BeamSearchParams):
             raise RequestError(f"params must be SamplingParams or BeamSearchParams, not {params!r}")
-        tokens = self._checked_prompt(prompt)
-        self._check_size(len(tokens), params)
+        tokens = checked_prompt(prompt, self.vocab_size)
+        check_size(
+            len(tokens),
+            params,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            pool=(self.cache.pool.num_blocks, self.cache.block_size),
+        )
         self._edits(tokens[:0], params)  # What it refuses does not depend on the prompt.
         return tokens
 
@@ -191,50 +197,6 @@ class Engine:
         while f"request-{number}" in self.requests:
             number += 1
         return f"request-{number}"
-
-    def _checked_prompt(self, prompt: Iterable[int]) -> npt.NDArray[np.int32]:
-        if isinstance(prompt, str):
-            raise RequestError("the engine takes token ids; tokenize the text first")
-        if not isinstance(prompt, np.ndarray):
-            try:
-                prompt = list(prompt)
-            except TypeError:
-                raise RequestError(f"a prompt is a list of token ids, not {prompt!r}") from None
-        tokens = np.frombuffer(token_bytes(prompt), np.int32)
-        if not len(tokens):
-            raise RequestError("the prompt is empty; it needs at least one token")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            raise RequestError(
-                f"token id {low if low < 0 else high} is outside the vocabulary of "
-                f"{self.vocab_size} tokens"
-            )
-        return tokens
-
-    def _check_size(self, prompt: int, params: Params) -> None:
-        """Refuse what could never run, even alone: it would wait for ever."""
-        if prompt >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {prompt} tokens, which leaves no room to generate within the "
-                f"model's context of {self.max_model_len}"
-            )
-        count = num_branches(params)
-        name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
-        if count > self.config.max_num_seqs:
-            raise RequestError(
-                f"{name}={count} continuations exceed max_num_seqs={self.config.max_num_seqs}"
-            )
-        size = self.cache.block_size
-        # The last token is sampled, but never computed.
-        longest = min(prompt + params.max_tokens, self.max_model_len) - 1
-        shared = prompt // size if count > 1 else 0
-        needed = shared + count * (-(-longest // size) - shared)
-        if needed > self.cache.pool.num_blocks:
-            raise PromptTooLongError(
-                f"the request may need {needed} blocks of {size} tokens "
-                f"(prompt {prompt}, max_tokens {params.max_tokens}, {name} {count}), and the pool "
-                f"has {self.cache.pool.num_blocks}; lower max_tokens, {name}, or add kv_memory"
-            )
 
     # -- the loop --------------------------------------------------------------------------------
 
