@@ -2,9 +2,9 @@
 
 Beam search (4 beams, 4 prompts, 32 tokens) and sampling (8 continuations of 8 prompts, 64 tokens),
 from an empty cache, against ``generate`` on the same prompts as one left-padded batch, in turn in
-one run.
+one run. With ``--system`` the prompts begin with the demo's system prompt of 1,700 tokens.
 
-    python benchmarks/branches.py [--turns 5] [--dtype bfloat16] [--output FILE]
+    python benchmarks/branches.py [--system] [--turns 5] [--dtype bfloat16] [--output FILE]
 """
 
 from __future__ import annotations
@@ -81,11 +81,19 @@ def hugging_face(loaded: LoadedModel, prompts: list[list[int]], case: Case) -> C
     return run
 
 
-def measure(llm: LLM, reference: LoadedModel, case: Case, turns: int) -> dict[str, Timing]:
-    """Times of both."""
+def prompts_of(llm: LLM, case: Case, system: bool) -> list[list[int]]:
+    """Questions, behind the long system prompt or alone."""
     workload = demo_workload()
-    texts = [[{"role": "user", "content": q}] for q in workload.questions[: case.prompts]]
-    prompts = [llm.render_chat(text) for text in texts]
+    before = [{"role": "system", "content": workload.system_prompt}] if system else []
+    questions = workload.questions[: case.prompts]
+    return [llm.render_chat([*before, {"role": "user", "content": q}]) for q in questions]
+
+
+def measure(
+    llm: LLM, reference: LoadedModel, case: Case, turns: int, system: bool
+) -> dict[str, Timing]:
+    """Times of both."""
+    prompts = prompts_of(llm, case, system)
 
     def ours() -> None:
         llm.cache.reset()
@@ -97,6 +105,7 @@ def measure(llm: LLM, reference: LoadedModel, case: Case, turns: int) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--system", action="store_true", help="behind a system prompt")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--scale", type=int, default=1, help="divides the tokens, for a short run")
     parser.add_argument("--dtype", default="bfloat16")
@@ -108,7 +117,7 @@ def main() -> None:
     reference = load_model("demo", options.dtype)
     rows, results = [], {}
     for case in cases(options.scale):
-        times = measure(llm, reference, case, options.turns)
+        times = measure(llm, reference, case, options.turns, options.system)
         base = times["generate"]
         results[case.name] = {name: {"wall_s": t.wall, "cpu_s": t.cpu} for name, t in times.items()}
         for name, timing in times.items():
