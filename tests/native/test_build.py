@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,10 @@ def test_the_command_says_why_not(
 
 
 @pytest.mark.skipif(native.missing_feature() is not None, reason="not for this machine")
+@pytest.mark.skipif(
+    not (os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")),
+    reason="no C++ compiler",
+)
 @pytest.mark.usefixtures("_elsewhere")
 def test_built_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["build"])
