@@ -107,7 +107,7 @@ class Engine:
         Parameters
         ----------
         prompt : token ids
-        params : SamplingParams
+        params : SamplingParams or BeamSearchParams
         request_id : str, optional
         namespace, retention
             See `PrefixCache.acquire`.
