@@ -37,10 +37,21 @@ def slot_offset(key: tl.tensor, stride_slot: tl.tensor, BLOCK_SIZE: tl.constexpr
 
 
 @triton.jit
-def load_rows(
+def load_keys(row_ptr: tl.tensor, DIM: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Cached keys, whatever they are: the logits of unused ones are masked; (TOKENS, WIDTH)."""
+    column = tl.arange(0, WIDTH)[None, :]
+    if DIM < WIDTH:
+        key = tl.load(row_ptr[:, None] + column, mask=column < DIM, other=0)
+    else:
+        key = tl.load(row_ptr[:, None] + column)
+    return key
+
+
+@triton.jit
+def load_values(
     row_ptr: tl.tensor, used: tl.tensor, DIM: tl.constexpr, WIDTH: tl.constexpr
 ) -> tl.tensor:
-    """Cached rows, zero where not `used`: 0 times a NaN would be NaN; shape (TOKENS, WIDTH)."""
+    """Cached values, zero where not `used`: a weight of 0 times a NaN would be NaN."""
     column = tl.arange(0, WIDTH)[None, :]
     mask = used[:, None]
     if DIM < WIDTH:
@@ -172,16 +183,20 @@ def attend_kernel(
     position = tl.load(position_ptr + token, mask=live, other=-1)
     token = token.to(tl.int64)
 
-    # What a row sees is [oldest, position], and the tile reads what any of its rows sees.
+    # A row sees the keys from `oldest` to `newest`, and the tile reads what any of its rows sees.
     oldest = tl.zeros_like(position)
     if WINDOW > 0:
         oldest = tl.maximum(oldest, position - WINDOW + 1)
     if CHUNK > 0:
         oldest = tl.maximum(oldest, position // CHUNK * CHUNK)
-    if CAUSAL:
-        end = tl.minimum(end, tl.max(position, 0) + 1)
     if (WINDOW > 0) or (CHUNK > 0):
         first = tl.maximum(first, tl.min(tl.where(position >= 0, oldest, FAR), 0))
+    if CAUSAL:
+        end = tl.minimum(end, tl.max(position, 0) + 1)
+        newest = tl.minimum(position, end - 1)
+    else:
+        newest = tl.where(position >= 0, end - 1, -1)
+    oldest = tl.maximum(oldest, first)
 
     column = tl.arange(0, KEY_WIDTH)
     query_row = token * query_stride_token + head.to(tl.int64) * query_stride_head
@@ -212,12 +227,13 @@ def attend_kernel(
         index = tile_start + tl.arange(0, TOKENS)
         used = (index >= first) & (index < end)
         key_row = block * key_stride_block + slot_offset(index, key_stride_slot, BLOCK_SIZE)
-        key = load_rows(key_ptr + key_row, used, KEY_DIM, KEY_WIDTH)
+        key = load_keys(key_ptr + key_row, KEY_DIM, KEY_WIDTH)
         value_row = block * value_stride_block + slot_offset(index, value_stride_slot, BLOCK_SIZE)
-        value = load_rows(value_ptr + value_row, used, VALUE_DIM, VALUE_WIDTH)
+        value = load_values(value_ptr + value_row, used, VALUE_DIM, VALUE_WIDTH)
         # Carried from one iteration to the next: a load that other loads of the same iteration
         # wait for would leave the pipeliner a single buffer for keys and values.
-        block = block_ids(table_ptr, index + TOKENS, first, end, BLOCK_SIZE)
+        following = tl.minimum(tl.maximum(index + TOKENS, first), end - 1)
+        block = tl.load(table_ptr + following // BLOCK_SIZE).to(tl.int64)
 
         key = as_operand(key, query.dtype, DECODE_E4M3, UPCAST)
         value = as_operand(value, query.dtype, DECODE_E4M3, UPCAST)
@@ -225,11 +241,7 @@ def attend_kernel(
         logits = scaled_logits(product, logit_scale, SOFTCAP)
         if slope_ptr is not None:
             logits += slope[:, None] * (index[None, :] - position[:, None]).to(tl.float32)
-        visible = used[None, :] & (position >= 0)[:, None]
-        if CAUSAL:
-            visible = visible & (index[None, :] <= position[:, None])
-        if (WINDOW > 0) or (CHUNK > 0):
-            visible = visible & (index[None, :] >= oldest[:, None])
+        visible = (index[None, :] >= oldest[:, None]) & (index[None, :] <= newest[:, None])
         logits = tl.where(visible, logits, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(logits, 1))
