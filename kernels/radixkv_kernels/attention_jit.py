@@ -41,7 +41,7 @@ def load_keys(row_ptr: tl.tensor, DIM: tl.constexpr, WIDTH: tl.constexpr) -> tl.
     """Cached keys, whatever they are: the logits of unused ones are masked; (TOKENS, WIDTH)."""
     column = tl.arange(0, WIDTH)[None, :]
     if DIM < WIDTH:
-        key = tl.load(row_ptr[:, None] + column, mask=column < DIM, other=0)
+        key = tl.load(row_ptr[:, None] + column, mask=column < DIM, other=0.0)
     else:
         key = tl.load(row_ptr[:, None] + column)
     return key
@@ -56,7 +56,7 @@ def load_values(
     mask = used[:, None]
     if DIM < WIDTH:
         mask = mask & (column < DIM)
-    return tl.load(row_ptr[:, None] + column, mask=mask, other=0)
+    return tl.load(row_ptr[:, None] + column, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -42,8 +42,69 @@ def merge_heads(num_heads: int, value_dim: int) -> int:
     return max(1, min(most, MERGE_TILE // width_of(value_dim)))
 
 
+# (bytes of a cached number, rows up to 16?, columns of the wider of K and V) -> tile.
+# Chosen without a GPU, from what the compiler reports: no spills, shared memory within the limit, two or more
+# tiles of K and V in flight, and room for several programs where that left a choice. Nothing was timed;
+# `python -m radixkv_kernels.report` prints what each entry costs.
+_Table = dict[tuple[int, bool, int], Tile]
+
+# NVIDIA's data centre GPUs: 163 KB of shared memory or more.
+_ROOMY: _Table = {
+    (2, True, 64): Tile(16, 64, 4, 3),
+    (2, True, 128): Tile(16, 64, 4, 3),
+    (2, True, 256): Tile(16, 32, 4, 3),
+    (2, False, 64): Tile(64, 64, 4, 3),
+    (2, False, 128): Tile(64, 64, 8, 3),
+    (2, False, 256): Tile(64, 32, 8, 3),
+    (1, True, 64): Tile(16, 64, 4, 3),
+    (1, True, 128): Tile(16, 32, 4, 3),
+    (1, True, 256): Tile(16, 32, 8, 3),
+    (1, False, 64): Tile(64, 64, 8, 3),
+    (1, False, 128): Tile(64, 64, 8, 3),
+    (1, False, 256): Tile(64, 32, 8, 3),
+    # float32 is multiplied without matrix units, and all operands are in registers.
+    (4, True, 64): Tile(16, 16, 4, 3),
+    (4, True, 128): Tile(16, 16, 4, 3),
+    (4, True, 256): Tile(16, 16, 8, 3),
+    (4, False, 64): Tile(32, 16, 8, 3),
+    (4, False, 128): Tile(32, 16, 8, 3),
+    (4, False, 256): Tile(32, 16, 8, 3),
+}
+
+# AMD's gfx942 has 64 KB. So it is for GPUs that nobody looked at: this fits most.
+_TIGHT: _Table = {
+    (2, True, 64): Tile(16, 64, 4, 3),
+    (2, True, 128): Tile(16, 32, 4, 3),
+    (2, True, 256): Tile(16, 16, 4, 3),
+    (2, False, 64): Tile(64, 32, 4, 3),
+    (2, False, 128): Tile(64, 32, 8, 3),
+    (2, False, 256): Tile(64, 16, 8, 3),
+    (1, True, 64): Tile(16, 64, 4, 3),
+    (1, True, 128): Tile(16, 32, 4, 3),
+    (1, True, 256): Tile(16, 16, 4, 3),
+    (1, False, 64): Tile(64, 32, 4, 3),
+    (1, False, 128): Tile(64, 32, 8, 3),
+    (1, False, 256): Tile(64, 16, 8, 3),
+    (4, True, 64): Tile(16, 32, 4, 3),
+    (4, True, 128): Tile(16, 16, 4, 3),
+    (4, True, 256): Tile(16, 16, 8, 2),
+    (4, False, 64): Tile(32, 16, 8, 3),
+    (4, False, 128): Tile(32, 16, 8, 3),
+    (4, False, 256): Tile(32, 16, 8, 2),
+}
+
+# Three tiles in flight leave sm_100 too few registers, and two let two programs share a processor.
+_BLACKWELL = _ROOMY | {(2, False, 128): Tile(64, 64, 8, 2)}
+
+_TABLES = {"sm_80": _ROOMY, "sm_90": _ROOMY, "sm_100": _BLACKWELL, "sm_103": _BLACKWELL}
+
+
 def choose_tile(target: str, rows: int, key_width: int, value_width: int, bytes_each: int) -> Tile:
-    """Look up the tile for a GPU ("sm_90"), rows of the largest item, widths and cached bytes."""
+    """Look up the tile for a GPU ("sm_90"), rows of the largest item, widths and cached bytes.
+
+    Triton's interpreter, on the CPU, gets a small one: there, tests need many tiles, not big ones.
+    """
     if target == "cpu":
         return Tile(16, 16, 4, 1)
-    return Tile(16 if rows <= 16 else 64, 64, 4, 3)
+    width = max(64, key_width, value_width)
+    return _TABLES.get(target, _TIGHT)[bytes_each, rows <= 16, width]
