@@ -2,21 +2,27 @@
 
 from radixkv.attention.backend import AttentionBackend, LayerAttention
 from radixkv.attention.batch import FULL, AttentionBatch, Row, Span, make_batch
-from radixkv.attention.native_backend import NativeBackend, choose_backend
+from radixkv.attention.choose import choose_backend
+from radixkv.attention.cost import ON_A_CPU, CostModel
+from radixkv.attention.native_backend import NativeBackend
 from radixkv.attention.plan import AttentionPlan, SharedRun, plan_attention
+from radixkv.attention.reads import Reads, plan_reads
 from radixkv.attention.reference import ReferenceBackend
 from radixkv.attention.store import KVStore, LayerShape
 from radixkv.attention.torch_backend import TorchBackend
 
 __all__ = [
     "FULL",
+    "ON_A_CPU",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionPlan",
+    "CostModel",
     "KVStore",
     "LayerAttention",
     "LayerShape",
     "NativeBackend",
+    "Reads",
     "ReferenceBackend",
     "Row",
     "SharedRun",
@@ -25,4 +31,5 @@ __all__ = [
     "choose_backend",
     "make_batch",
     "plan_attention",
+    "plan_reads",
 ]

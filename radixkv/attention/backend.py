@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from radixkv.attention.batch import FULL, AttentionBatch, Span
+from radixkv.attention.cost import CostModel
 from radixkv.attention.store import KVStore
 
 
@@ -37,9 +39,17 @@ class LayerAttention:
 
 
 class AttentionBackend(Protocol):
-    """Writes a layer's keys and values and attends over the paged store."""
+    """Writes a layer's keys and values and attends over the paged store.
+
+    Attributes
+    ----------
+    store : KVStore
+    cost : CostModel
+        What its batches are to be planned by.
+    """
 
     store: KVStore
+    cost: CostModel
 
     def forward(
         self,
@@ -63,4 +73,8 @@ class AttentionBackend(Protocol):
         -------
         tensor (tokens, heads, value_dim)
         """
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) blocks in all layers; all sources are read first."""
         ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from radixkv.attention.cost import ON_A_CPU, CostModel
 from radixkv.attention.plan import AttentionPlan, Int32Array, Int64Array, plan_attention
 
 
@@ -123,7 +124,7 @@ def make_batch(
     *,
     keep: Sequence[bool] | None = None,
     plan: AttentionPlan | None = None,
-    sharing_pays: int | None = None,
+    cost: CostModel = ON_A_CPU,
 ) -> AttentionBatch:
     """Lay rows out for attention.
 
@@ -137,8 +138,8 @@ def make_batch(
         its blocks, cached already or written by another row of this step. All write unless given.
     plan : AttentionPlan, optional
         An earlier plan of the same rows, of which only the lengths have grown since.
-    sharing_pays : int, optional
-        Passed on to `plan_attention`.
+    cost : CostModel
+        The backend's, for a new plan.
     """
     if not rows or any(row.num_queries < 1 for row in rows):
         raise ValueError("a step needs at least one row, and every row at least one query")
@@ -148,20 +149,37 @@ def make_batch(
             [row.start // block_size for row in rows],
             [row.num_queries for row in rows],
             block_size,
-            **({} if sharing_pays is None else {"sharing_pays": sharing_pays}),
+            cost,
         )
     ordered = [rows[index] for index in plan.order]
+    counts = np.array([row.num_queries for row in ordered], np.int64)
     offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([row.num_queries for row in ordered], out=offsets[1:])
-    positions = np.concatenate([np.arange(row.start, row.stop) for row in ordered])
-    slots = np.concatenate(
-        [table_slots(row.table, row.start, row.stop, block_size) for row in ordered]
-    )
+    np.cumsum(counts, out=offsets[1:])
+    starts = np.array([row.start for row in ordered], np.int64)
+    positions = np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+    slots = _slots(ordered, starts, counts, positions, block_size)
     written = None
     if keep is not None and not all(keep):
-        kept = np.repeat([keep[index] for index in plan.order], [r.num_queries for r in ordered])
+        kept = np.repeat([keep[index] for index in plan.order], counts)
         written = torch.from_numpy(np.flatnonzero(kept))
         slots = slots[kept]
     return AttentionBatch(
         plan, ordered, block_size, offsets, positions, torch.from_numpy(slots), written
     )
+
+
+def _slots(
+    rows: Sequence[Row],
+    starts: Int64Array,
+    counts: Int64Array,
+    positions: Int64Array,
+    block_size: int,
+) -> Int64Array:
+    """The slot of every query, int64 (tokens,); for all rows at once, as steps have many."""
+    first, last = starts // block_size, (starts + counts - 1) // block_size + 1
+    spans = zip(rows, first.tolist(), last.tolist(), strict=True)
+    blocks = np.concatenate([row.table[low:high] for row, low, high in spans]).astype(np.int64)
+    # Where each row's first block stands among these, less its place in the table.
+    base = np.cumsum(last - first) - last
+    places = np.repeat(base, counts) + positions // block_size
+    return blocks[places] * block_size + positions % block_size

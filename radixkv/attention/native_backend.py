@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixkv import native
 from radixkv.attention.backend import LayerAttention
 from radixkv.attention.batch import AttentionBatch, Span
-from radixkv.attention.store import KVStore, LayerShape
+from radixkv.attention.cost import ON_A_CPU
+from radixkv.attention.reads import plan_reads
+from radixkv.attention.store import LayerShape
 from radixkv.attention.torch_backend import TorchBackend
 
 # What the operator takes; see its checks.
@@ -27,7 +28,7 @@ class WorkItems:
     ----------
     items : int32 tensor (items, 5)
         First query token, number of tokens, where the block table begins in ``tables``, and the
-        range of key positions. Shared runs first, then what each row reads by itself.
+        range of key positions.
     tables : int32 tensor (blocks of all rows,)
         The rows' block tables, one after the other.
     positions, first : int64 tensors (tokens,)
@@ -42,28 +43,15 @@ class WorkItems:
 
 def work_items(batch: AttentionBatch, span: Span) -> WorkItems:
     """The reads of one step, for layers with this span."""
-    rows, size = batch.rows, batch.block_size
+    rows = batch.rows
     places = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row.table) for row in rows], out=places[1:])
-    runs = [
-        (
-            batch.offsets[run.first_row],
-            batch.offsets[run.last_row] - batch.offsets[run.first_row],
-            places[run.first_row],
-            run.first_block * size,
-            run.last_block * size,
-        )
-        for run in batch.plan.runs
-    ]
-    tails = np.empty((len(rows), 5), np.int32)
-    tails[:, 0] = batch.offsets[:-1]
-    tails[:, 1] = np.diff(batch.offsets)
-    tails[:, 2] = places[:-1]
-    tails[:, 3] = batch.plan.tail_blocks * size
-    tails[:, 4] = [row.stop for row in rows]
-    items = np.concatenate([np.array(runs, np.int32).reshape(-1, 5), tails])
+    items = plan_reads(batch, span, ON_A_CPU).items
+    stops = np.array([row.stop for row in rows])
+    items[:, 4] = np.minimum(items[:, 4], stops[items[:, 2]])
+    items[:, 2] = places[items[:, 2]]
     return WorkItems(
-        torch.from_numpy(items),
+        torch.from_numpy(items.astype(np.int32)),
         torch.from_numpy(np.concatenate([row.table for row in rows])),
         torch.from_numpy(batch.positions),
         torch.from_numpy(span.first_visible(batch.positions)),
@@ -127,10 +115,3 @@ def fits(shape: LayerShape, heads: int) -> bool:
     dims = (shape.key_dim, shape.value_dim)
     groups = heads // shape.kv_heads
     return groups <= MAX_GROUPS and all(d % DIM_MULTIPLE == 0 and d <= MAX_DIM for d in dims)
-
-
-def choose_backend(store: KVStore) -> TorchBackend:
-    """The compiled operators where they are built and take this store's keys, else torch's."""
-    if store.dtype is torch.bfloat16 and native.has_attention():
-        return NativeBackend(store)
-    return TorchBackend(store)

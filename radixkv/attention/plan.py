@@ -18,12 +18,10 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.attention.cost import ON_A_CPU, CostModel
+
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-
-# A run is shared if (queries - 1) x tokens is above this: below it, another pass over the queries
-# and a merge cost more than the reads they save (measured on a CPU, float32 and bfloat16).
-SHARING_PAYS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ def plan_attention(
     shareable: Sequence[int],
     num_queries: Sequence[int],
     block_size: int,
-    sharing_pays: int = SHARING_PAYS,
+    cost: CostModel = ON_A_CPU,
 ) -> AttentionPlan:
     """Plan one batch; O(rows x (log(rows) + depth of the forest) + blocks).
 
@@ -90,14 +88,18 @@ def plan_attention(
         Queries of each row.
     block_size : int
         Tokens in a block.
-    sharing_pays : int
-        See `SHARING_PAYS`; 0 shares everything that can be shared.
+    cost : CostModel
+        Which runs pay: what does not is left to the runs inside, and to the tails.
     """
     rows = len(tables)
     prefixes = [table[:count] for table, count in zip(tables, shareable, strict=True)]
     keys = [prefix.astype(">i4").tobytes() for prefix in prefixes]
     order = sorted(range(rows), key=keys.__getitem__)
-    common = [_common_blocks(prefixes[left], prefixes[right]) for left, right in pairwise(order)]
+    grain = cost.run_blocks(block_size)
+    common = [
+        _common_blocks(prefixes[left], prefixes[right]) // grain * grain
+        for left, right in pairwise(order)
+    ]
     queries_before = np.cumsum([0, *(num_queries[row] for row in order)])
     tail = np.zeros(rows, np.int64)
     runs: list[SharedRun] = []
@@ -110,7 +112,7 @@ def plan_attention(
         depth = min(common[first : last - 1])
         if depth > above:
             queries = int(queries_before[last] - queries_before[first])
-            if (queries - 1) * (depth - above) * block_size > sharing_pays:
+            if cost.sharing_pays(queries, (depth - above) * block_size):
                 runs.append(SharedRun(first, last, above, depth))
                 tail[first:last] = depth
                 above = depth

@@ -6,10 +6,13 @@ the store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from radixkv.attention.backend import LayerAttention
 from radixkv.attention.batch import AttentionBatch, Row
+from radixkv.attention.cost import ON_A_CPU
 from radixkv.attention.store import KVStore
 
 
@@ -18,6 +21,7 @@ class ReferenceBackend:
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
+        self.cost = ON_A_CPU
 
     def forward(
         self,
@@ -47,6 +51,10 @@ class ReferenceBackend:
                 token = int(batch.offsets[index]) + offset
                 out.append(self._one(attention, batch, row, row.start + offset, query[token]))
         return torch.stack(out).to(query.dtype)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend.copy_blocks`."""
+        self.store.copy_blocks(pairs)
 
     def _one(
         self,

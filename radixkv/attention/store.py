@@ -30,6 +30,7 @@ class KVStore:
 
     Attributes
     ----------
+    device : torch.device
     keys, values : list of tensors (num_blocks, block_size, kv_heads, key_dim / value_dim)
         One a layer.
     """
@@ -48,6 +49,7 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.device = torch.device(device)
         # Not zeroed: a block that was never written costs no memory, and what nobody wrote must
         # not matter to anyone.
         self.keys = [
@@ -88,7 +90,7 @@ class KVStore:
         """Copy (source, target) blocks in all layers; all sources are read first."""
         if not pairs:
             return
-        sources = torch.tensor([source for source, _ in pairs])
-        targets = torch.tensor([target for _, target in pairs])
+        sources = torch.tensor([source for source, _ in pairs], device=self.device)
+        targets = torch.tensor([target for _, target in pairs], device=self.device)
         for cache in (*self.keys, *self.values):
             cache.index_copy_(0, targets, cache.index_select(0, sources))

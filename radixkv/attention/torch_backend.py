@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from radixkv.attention.backend import LayerAttention
 from radixkv.attention.batch import AttentionBatch
+from radixkv.attention.cost import ON_A_CPU
 from radixkv.attention.layout import (
     DecodeLayout,
     Keys,
@@ -23,6 +26,7 @@ class TorchBackend:
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
+        self.cost = ON_A_CPU
         self._scratch: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def forward(
@@ -58,6 +62,10 @@ class TorchBackend:
             sinks = attention.sinks.to(torch.float32)
             out *= torch.sigmoid(lse - sinks).unsqueeze(-1)
         return out.to(asked)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend.copy_blocks`."""
+        self.store.copy_blocks(pairs)
 
     def _write(
         self, layer: int, batch: AttentionBatch, key: torch.Tensor, value: torch.Tensor

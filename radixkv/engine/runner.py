@@ -30,7 +30,7 @@ class ModelRunner:
     def copy_blocks(self, step: Step) -> None:
         """Make the copies that come before anything of the step is written."""
         for wave in copy_waves(order for order in step.copies if not order.after_write):
-            self.backend.store.copy_blocks(wave)
+            self.backend.copy_blocks(wave)
 
     @torch.inference_mode()
     def run(self, step: Step) -> torch.Tensor:
@@ -47,6 +47,7 @@ class ModelRunner:
             self.backend.store.block_size,
             keep=[row.computes for row in step.rows],
             plan=self._reusable_plan(step),
+            cost=self.backend.cost,
         )
         self._plan = batch.plan
         batch.copies = [self._slots(order) for order in step.copies if order.after_write]

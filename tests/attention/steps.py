@@ -12,8 +12,10 @@ import torch
 
 from radixkv import native
 from radixkv.attention import (
+    ON_A_CPU,
     AttentionBackend,
     AttentionBatch,
+    CostModel,
     KVStore,
     LayerAttention,
     LayerShape,
@@ -27,6 +29,7 @@ from radixkv.attention.batch import table_slots
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 BLOCKS = 320
+SHARE_ALL = CostModel(per_item=0)
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,8 @@ class Step:
             *stores,
         )
 
-    def batch(self, sharing_pays: int | None = 0) -> AttentionBatch:
-        batch = make_batch(self.rows, self.size, keep=self.keep, sharing_pays=sharing_pays)
+    def batch(self, cost: CostModel = SHARE_ALL) -> AttentionBatch:
+        batch = make_batch(self.rows, self.size, keep=self.keep, cost=cost)
         for sources, targets in self.copies:
             batch.copies.append((torch.tensor(sources), torch.tensor(targets)))
         return batch
@@ -139,10 +142,10 @@ class Step:
         self,
         kind: type[TorchBackend] | type[ReferenceBackend],
         attention: LayerAttention,
-        sharing_pays: int | None = 0,
+        cost: CostModel = SHARE_ALL,
     ) -> tuple[torch.Tensor, AttentionBackend]:
         backend: AttentionBackend = kind(self.store())
-        out = backend.forward(attention, self.batch(sharing_pays), self.query, self.key, self.value)
+        out = backend.forward(attention, self.batch(cost), self.query, self.key, self.value)
         assert out.shape == (len(self.query), self.shape.heads, self.shape.value_dim)
         assert out.dtype == self.shape.dtype
         return out.double(), backend
@@ -159,10 +162,10 @@ def check(step: Step, attention: LayerAttention) -> None:
     kinds = [TorchBackend]
     if step.shape.dtype is torch.bfloat16 and native.has_attention():
         kinds.append(NativeBackend)
-    for kind, sharing_pays in product(kinds, (0, None)):
-        found, backend = step.run(kind, attention, sharing_pays)
+    for kind, cost in product(kinds, (SHARE_ALL, ON_A_CPU)):
+        found, backend = step.run(kind, attention, cost)
         error = float((found - expected).norm() / expected.norm())
-        assert error < TOLERANCE[step.shape.dtype], (kind, sharing_pays, error)
+        assert error < TOLERANCE[step.shape.dtype], (kind, cost, error)
         for name in ("keys", "values"):
             ours, theirs = getattr(backend.store, name)[0], getattr(reference.store, name)[0]
             assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))

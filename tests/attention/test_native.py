@@ -189,7 +189,7 @@ def test_work_items_are_runs_and_tails() -> None:
     batch = Step.of(rows, 4, Shape(1, 1, 32, 32, BF16)).batch()
     reads = work_items(batch, FULL)
     assert reads.tables.tolist() == [9, 8, 3, 9, 8, 5, 6]
-    assert reads.items.tolist() == [[0, 6, 0, 0, 8], [0, 1, 0, 8, 11], [1, 5, 3, 8, 13]]
+    assert reads.items.tolist() == [[0, 6, 0, 0, 8], [1, 5, 3, 8, 13], [0, 1, 0, 8, 11]]
     assert reads.positions.tolist() == [10, 8, 9, 10, 11, 12]
     assert work_items(batch, Span(window=3)).first.tolist() == [8, 6, 7, 8, 9, 10]
 

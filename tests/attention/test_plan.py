@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,32 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.attention import AttentionPlan, Row, SharedRun, make_batch, plan_attention
-from radixkv.attention.plan import SHARING_PAYS, Int32Array
+sys.path.insert(0, str(Path(__file__).parent))
+from forests import forests, grown
 
-BLOCK_SIZES = st.sampled_from([1, 2, 16])
+from radixkv.attention import AttentionPlan, CostModel, Row, SharedRun, make_batch, plan_attention
+from radixkv.attention.plan import Int32Array
 
-
-@st.composite
-def forests(draw: st.DrawFn) -> tuple[list[Row], int]:
-    """Rows of a random forest of block tables: children extend a parent's table or a part of it."""
-    size = draw(BLOCK_SIZES)
-    fresh = iter(draw(st.permutations(range(200))))
-    tables: list[list[int]] = [[]]
-    rows = []
-    for _ in range(draw(st.integers(1, 12))):
-        parent = draw(st.sampled_from(tables))
-        table = parent[: draw(st.integers(0, len(parent)))]
-        table = table + [next(fresh) for _ in range(draw(st.integers(0, 4)))]
-        tables.append(table)
-        start = len(table) * size + draw(st.integers(0, size - 1))
-        queries = draw(st.sampled_from([1, 1, 1, 2, size, size + 1, 2 * size + 1]))
-        blocks = -(-(start + queries) // size)
-        full = table + [next(fresh) for _ in range(blocks - len(table))]
-        # Room that is not used yet, as an engine reserves it.
-        full += [next(fresh) for _ in range(draw(st.integers(0, 1)))]
-        rows.append(Row(np.array(full, np.int32), start, queries))
-    return rows, size
+SHARE_ALL = CostModel(per_item=0)
 
 
 def reads(plan: AttentionPlan, rows: list[Row], size: int) -> list[list[tuple[int, int]]]:
@@ -67,11 +50,13 @@ def check_coverage(plan: AttentionPlan, rows: list[Row], size: int) -> None:
 def plan_of(rows: list[Row], size: int, pays: int) -> AttentionPlan:
     tables = [row.table for row in rows]
     shareable = [row.start // size for row in rows]
-    return plan_attention(tables, shareable, [row.num_queries for row in rows], size, pays)
+    return plan_attention(
+        tables, shareable, [row.num_queries for row in rows], size, CostModel(per_item=pays)
+    )
 
 
 @settings(max_examples=300, deadline=None)
-@given(forest=forests(), pays=st.sampled_from([0, 7, 40, SHARING_PAYS]))
+@given(forest=forests(), pays=st.sampled_from([0, 7, 40, 1000]))
 def test_every_key_is_read_exactly_once(forest: tuple[list[Row], int], pays: int) -> None:
     rows, size = forest
     plan = plan_of(rows, size, pays)
@@ -92,7 +77,7 @@ def test_with_nothing_to_pay_every_block_in_common_is_read_once(
     prefixes = [tuple(row.table[: row.start // size].tolist()) for row in rows]
     distinct = {prefix[: end + 1] for prefix in prefixes for end in range(len(prefix))}
     assert sum(map(len, prefixes)) - plan.blocks_saved() == len(distinct)
-    batch = make_batch(rows, size, sharing_pays=0)
+    batch = make_batch(rows, size, cost=SHARE_ALL)
     read, unshared = batch.kv_tokens()
     assert unshared == sum(row.stop for row in rows)
     assert unshared - read == plan.blocks_saved() * size
@@ -106,16 +91,11 @@ def test_a_plan_still_covers_once_lengths_have_grown(
 ) -> None:
     rows, size = forest
     plan = plan_of(rows, size, 0)
-    grown = []
-    for index, row in enumerate(rows):
-        start = row.stop + growth[index]
-        missing = max(0, start // size + 1 - len(row.table))
-        more = np.arange(1000 + 100 * index, 1000 + 100 * index + missing, dtype=np.int32)
-        grown.append(Row(np.concatenate([row.table, more]), start, 1))
-    batch = make_batch(grown, size, plan=plan)
+    later = grown(rows, growth, size)
+    batch = make_batch(later, size, plan=plan)
     assert batch.plan is plan
-    check_coverage(plan, grown, size)
-    expected = [grown[index].start for index in plan.order]
+    check_coverage(plan, later, size)
+    expected = [later[index].start for index in plan.order]
     assert batch.positions.tolist() == expected
 
 
@@ -125,7 +105,7 @@ def table(*blocks: int) -> Int32Array:
 
 def test_a_small_forest() -> None:
     tables = [table(1, 2, 9), table(5, 6), table(1, 2, 3), table(1, 2, 9, 7), table(1, 4)]
-    plan = plan_attention(tables, [3, 2, 3, 4, 2], [1] * 5, 4, 0)
+    plan = plan_attention(tables, [3, 2, 3, 4, 2], [1] * 5, 4, SHARE_ALL)
     assert plan.order.tolist() == [2, 0, 3, 4, 1]
     assert plan.runs == (SharedRun(0, 4, 0, 1), SharedRun(0, 3, 1, 2), SharedRun(1, 3, 2, 3))
     assert plan.tail_blocks.tolist() == [2, 3, 3, 1, 0]
@@ -134,7 +114,7 @@ def test_a_small_forest() -> None:
 
 def test_a_run_that_does_not_pay_is_folded_into_its_children() -> None:
     tables = [table(1, 2, 3, 4), table(1, 2, 3, 5), table(1, 7)]
-    plan = plan_attention(tables, [4, 4, 2], [1] * 3, 4, 10)
+    plan = plan_attention(tables, [4, 4, 2], [1] * 3, 4, CostModel(per_item=10))
     # One block for three rows is 8 tokens saved, too few; three blocks for two rows are 12.
     assert plan.runs == (SharedRun(0, 2, 0, 3),)
     assert plan.tail_blocks.tolist() == [3, 3, 0]
@@ -142,8 +122,8 @@ def test_a_run_that_does_not_pay_is_folded_into_its_children() -> None:
 
 def test_queries_count_not_rows() -> None:
     tables = [table(1, 2), table(1, 3)]
-    few = plan_attention(tables, [1, 1], [1, 1], 16, 100)
-    many = plan_attention(tables, [1, 1], [4, 4], 16, 100)
+    few = plan_attention(tables, [1, 1], [1, 1], 16, CostModel(per_item=100))
+    many = plan_attention(tables, [1, 1], [4, 4], 16, CostModel(per_item=100))
     assert few.runs == ()
     assert many.runs == (SharedRun(0, 2, 0, 1),)
 
@@ -151,21 +131,21 @@ def test_queries_count_not_rows() -> None:
 def test_only_what_lies_before_the_first_query_is_shared() -> None:
     # Twins that compute their second block in this very step.
     rows = [Row(table(1, 2), 4, 3), Row(table(1, 2), 4, 3)]
-    plan = make_batch(rows, 4, sharing_pays=0).plan
+    plan = make_batch(rows, 4, cost=SHARE_ALL).plan
     assert plan.runs == (SharedRun(0, 2, 0, 1),)
     assert plan.tail_blocks.tolist() == [1, 1]
 
 
 def test_a_single_row_and_no_row_share_nothing() -> None:
     for tables in ([], [table(1, 2)]):
-        plan = plan_attention(tables, [1] * len(tables), [1] * len(tables), 4, 0)
+        plan = plan_attention(tables, [1] * len(tables), [1] * len(tables), 4, SHARE_ALL)
         assert plan.runs == ()
         assert plan.blocks_saved() == 0
 
 
 def test_a_batch_lays_rows_out_in_the_plans_order() -> None:
     rows = [Row(table(5, 6), 4, 2), Row(table(1, 2), 3, 1), Row(table(1, 3), 2, 2)]
-    batch = make_batch(rows, 4, sharing_pays=0)
+    batch = make_batch(rows, 4, cost=SHARE_ALL)
     assert batch.plan.order.tolist() == [1, 2, 0]
     assert batch.offsets.tolist() == [0, 1, 3, 5]
     assert batch.num_tokens == 5

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.attention import AttentionBatch
+from radixkv.attention import ON_A_CPU, AttentionBatch, CostModel
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import (
@@ -66,8 +66,13 @@ class FakeStore:
 
 
 class FakeBackend:
+    cost: ClassVar[CostModel] = ON_A_CPU
+
     def __init__(self, store: FakeStore) -> None:
         self.store = store
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.store.copy_blocks(pairs)
 
 
 class FakeAdapter:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 from fake import (
     EOS,
     VOCABULARY,
+    FakeBackend,
     check_content,
     check_over,
     make_engine,
@@ -27,8 +27,7 @@ from hypothesis.stateful import (
 )
 
 import radixkv.engine.engine
-import radixkv.engine.runner
-from radixkv.attention import make_batch
+from radixkv.attention import CostModel
 from radixkv.cache import DEFAULT_RETENTION, EPHEMERAL, Retention
 from radixkv.decoding import BeamSearchParams, Hypothesis, SamplingParams, sample
 from radixkv.engine import Engine, Request
@@ -446,7 +445,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 def test_any_order_of_requests_and_accidents(monkeypatch: pytest.MonkeyPatch) -> None:
     # Share every run, or the short prompts of the machine would share none.
-    monkeypatch.setattr(radixkv.engine.runner, "make_batch", partial(make_batch, sharing_pays=0))
+    monkeypatch.setattr(FakeBackend, "cost", CostModel(per_item=0))
     EngineMachine.fired.clear()
     for attempt in range(4):
         # What is rare may need more than one round; the first is the same every time.

@@ -18,6 +18,7 @@ from families import VOCABULARY, build, quiet
 from radixkv.attention import (
     FULL,
     AttentionBatch,
+    CostModel,
     KVStore,
     LayerShape,
     Row,
@@ -228,7 +229,7 @@ def test_single_queries_may_read_one_another(served: tuple[Any, ModelAdapter]) -
     store = empty_store(adapter, 1)
     run(adapter, store, make_batch([Row(table(9, 8, 7), 0, 3)], 1), [TOKENS])
     rows = [Row(table(9, 8, 7, 6, 5), 4, 1), Row(table(9, 8, 7, 6), 3, 1)]
-    batch = make_batch(rows, 1, sharing_pays=0)
+    batch = make_batch(rows, 1, cost=CostModel(per_item=0))
     check_rows(model, batch, run(adapter, store, batch, [TOKENS, TOKENS]), [TOKENS, TOKENS])
 
 
@@ -240,7 +241,7 @@ def test_a_copy_awaits_its_source_through_another_copy(served: tuple[Any, ModelA
     texts = [other, third, TOKENS]
     # The third row computes block 3; its first three slots go to block 5, from there to block 7.
     rows = [Row(table(5, 6), 3, 4), Row(table(7, 8), 3, 1), Row(table(3, 4), 0, 6)]
-    batch = make_batch(rows, 4, sharing_pays=0)
+    batch = make_batch(rows, 4, cost=CostModel(per_item=0))
     batch.copies.append((torch.tensor([12, 13, 14]), torch.tensor([20, 21, 22])))
     batch.copies.append((torch.tensor([20, 21, 22]), torch.tensor([28, 29, 30])))
     check_rows(model, batch, run(adapter, store, batch, texts), texts)
@@ -252,7 +253,7 @@ def test_a_chain_of_copies_reaches_a_row_before_the_middle_one() -> None:
     store = empty_store(adapter)
     texts = [TOKENS, TOKENS, torch.cat([TOKENS[:2], TOKENS[9:12]])]
     rows = [Row(table(3), 0, 4), Row(table(5), 3, 1), Row(table(7), 2, 2)]
-    batch = make_batch(rows, 4, sharing_pays=0)
+    batch = make_batch(rows, 4, cost=CostModel(per_item=0))
     batch.copies.append((torch.tensor([12, 13, 14]), torch.tensor([20, 21, 22])))
     batch.copies.append((torch.tensor([20, 21]), torch.tensor([28, 29])))
     check_rows(model, batch, run(adapter, store, batch, texts), texts)
@@ -267,7 +268,7 @@ def test_a_row_that_only_asks_need_not_come_second(
     texts = [TOKENS, TOKENS]
     rows = [Row(table(3, 4), 0, 6), Row(table(3, 4), 0, 6)]
     keep = [first == 0, first == 1]
-    batch = make_batch(rows, 4, keep=keep, sharing_pays=0)
+    batch = make_batch(rows, 4, keep=keep, cost=CostModel(per_item=0))
     check_rows(model, batch, run(adapter, store, batch, texts), texts)
     # What the one that keeps wrote is there for the next step.
     later = make_batch([Row(table(3, 4), 6, 2)], 4)

@@ -19,7 +19,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from families import VOCABULARY, build, quiet
 
-from radixkv.attention import FULL, KVStore, LayerAttention, Row, TorchBackend, make_batch
+from radixkv.attention import (
+    FULL,
+    CostModel,
+    KVStore,
+    LayerAttention,
+    Row,
+    TorchBackend,
+    make_batch,
+)
 from radixkv.attention.batch import table_slots
 from radixkv.errors import ModelNotSupportedError
 from radixkv.model import function_adapter
@@ -207,7 +215,7 @@ def run_step(
     """One step of all texts; the number of its shared runs."""
     counts = [min(len(t.tokens) - t.computed, chunk or len(t.tokens)) for t in texts]
     rows = [Row(t.table, t.computed, count) for t, count in zip(texts, counts, strict=True)]
-    batch = make_batch(rows, SIZE, sharing_pays=0)
+    batch = make_batch(rows, SIZE, cost=CostModel(per_item=0))
     batch.copies.extend(copies)
     ordered = [texts[index] for index in batch.plan.order]
     pairs = list(zip(ordered, batch.rows, strict=True))
