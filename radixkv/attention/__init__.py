@@ -10,6 +10,7 @@ from radixkv.attention.reads import Reads, plan_reads
 from radixkv.attention.reference import ReferenceBackend
 from radixkv.attention.store import KVStore, LayerShape
 from radixkv.attention.torch_backend import TorchBackend
+from radixkv.attention.triton_backend import TritonBackend
 
 __all__ = [
     "FULL",
@@ -28,6 +29,7 @@ __all__ = [
     "SharedRun",
     "Span",
     "TorchBackend",
+    "TritonBackend",
     "choose_backend",
     "make_batch",
     "plan_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -140,11 +141,11 @@ class Step:
 
     def run(
         self,
-        kind: type[TorchBackend] | type[ReferenceBackend],
+        kind: Callable[[KVStore], AttentionBackend],
         attention: LayerAttention,
         cost: CostModel = SHARE_ALL,
     ) -> tuple[torch.Tensor, AttentionBackend]:
-        backend: AttentionBackend = kind(self.store())
+        backend = kind(self.store())
         out = backend.forward(attention, self.batch(cost), self.query, self.key, self.value)
         assert out.shape == (len(self.query), self.shape.heads, self.shape.value_dim)
         assert out.dtype == self.shape.dtype
@@ -169,3 +170,16 @@ def check(step: Step, attention: LayerAttention) -> None:
         for name in ("keys", "values"):
             ours, theirs = getattr(backend.store, name)[0], getattr(reference.store, name)[0]
             assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
+
+
+def with_cached_rows(step: Step, keep: list[bool]) -> Step:
+    """The step with some rows' own keys and values in the store already."""
+    batch = step.batch()
+    keys, values = step.keys.clone(), step.values.clone()
+    for place, index in enumerate(batch.plan.order.tolist()):
+        if not keep[index]:
+            tokens = slice(int(batch.offsets[place]), int(batch.offsets[place + 1]))
+            row = step.rows[index]
+            slots = torch.from_numpy(table_slots(row.table, row.start, row.stop, step.size))
+            keys[slots], values[slots] = step.key[tokens], step.value[tokens]
+    return replace(step, keys=keys, values=values, keep=keep)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from steps import TOLERANCE, Shape, Step, attend, check, forest, lone
+from steps import TOLERANCE, Shape, Step, attend, check, forest, lone, with_cached_rows
 
 from radixkv.attention import (
     FULL,
@@ -211,19 +211,6 @@ def test_everything_at_once(seed: int) -> None:
 
 
 # --- What is written, copied, and not. ---
-
-
-def with_cached_rows(step: Step, keep: list[bool]) -> Step:
-    """The step with some rows' own keys and values in the store already."""
-    batch = step.batch()
-    keys, values = step.keys.clone(), step.values.clone()
-    for place, index in enumerate(batch.plan.order.tolist()):
-        if not keep[index]:
-            tokens = slice(int(batch.offsets[place]), int(batch.offsets[place + 1]))
-            row = step.rows[index]
-            slots = torch.from_numpy(table_slots(row.table, row.start, row.stop, step.size))
-            keys[slots], values[slots] = step.key[tokens], step.value[tokens]
-    return replace(step, keys=keys, values=values, keep=keep)
 
 
 @pytest.mark.parametrize("keep", [[False] * 4, [True, False, True, False]], ids=str)

@@ -1,0 +1,219 @@
+"""TritonBackend: the paged kernels of `radixkv_kernels`; the default on a GPU.
+
+A layer is one launch that writes keys and values, one that attends, and one that merges if any
+query has more than one read. Nothing waits for the device: what a step must know is worked out on
+the host and sent once, and work lists stay there while rows only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from radixkv_kernels import copy_blocks, paged_attention, write_kv
+from radixkv_kernels.checks import FLOATS, LARGEST_HEAD
+from radixkv_kernels.launch import load_kernel, target_of
+from radixkv_kernels.tiles import Tile, choose_tile, width_of
+from radixkv_kernels.worklist import WorkList, build_work_list
+
+from radixkv.attention.backend import LayerAttention
+from radixkv.attention.batch import AttentionBatch, Span
+from radixkv.attention.cost import CostModel, on_a_gpu
+from radixkv.attention.placement import send
+from radixkv.attention.plan import AttentionPlan, Int64Array
+from radixkv.attention.reads import Reads, plan_reads
+from radixkv.attention.store import KVStore, LayerShape
+from radixkv.errors import ConfigError
+
+# Rows of an item's query tile in the kernel's larger configurations; `choose_tile` has the others.
+MANY_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What all layers of a step ask for, on the device.
+
+    Attributes
+    ----------
+    tables : int32 tensor (rows, most blocks of a row)
+        Behind a row's own blocks is nothing that anybody reads.
+    positions : int32 tensor (tokens,)
+    slots : int64 tensor (tokens,)
+        Where to write; −1 for a token that is not written.
+    copies : list of (sources, targets)
+        See `AttentionBatch`.
+    """
+
+    tables: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """The work lists of a plan, which outlive the step; by span, and heads of query and of KV."""
+
+    plan: AttentionPlan
+    offsets: Int64Array
+    made: dict[tuple[Span, int, int], tuple[Reads, WorkList]]
+
+
+class TritonBackend:
+    """Reads every shared run once, in one launch a layer.
+
+    Parameters
+    ----------
+    store : KVStore
+        On a GPU; or on the CPU, for Triton's interpreter.
+    cost : CostModel, optional
+        Instead of the one for this device.
+    invariant : bool
+        Cut keys at fixed places and use one tile: neither what a row shares nor its batch mates
+        change a bit of its output. Costs some speed, and memory for partial outputs.
+
+    Raises
+    ------
+    ConfigError
+        For keys and values that the kernels do not take, or where they cannot run.
+    """
+
+    def __init__(
+        self, store: KVStore, *, cost: CostModel | None = None, invariant: bool = False
+    ) -> None:
+        _refuse_unfit(store)
+        self.store = store
+        self._target = target_of(store.device)
+        self._kv_heads = max(shape.kv_heads for shape in store.layers)
+        if cost is None:
+            tiles = [self._tile(shape, rows) for shape in store.layers for rows in (1, MANY_ROWS)]
+            tile = max(tile.tokens for tile in tiles)
+            cost = on_a_gpu(_processors(store.device), tile, invariant=invariant)
+        self.cost = cost
+        self._lists: _Lists | None = None
+        self._sinks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend.copy_blocks`."""
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        copy_blocks([*self.store.keys, *self.store.values], sources, targets)
+
+    def forward(
+        self,
+        attention: LayerAttention,
+        batch: AttentionBatch,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        asked, query = query.dtype, query.to(self.store.dtype)
+        if query.stride(-1) != 1:
+            query = query.contiguous()
+        step = batch.prepared.get("triton")
+        if not isinstance(step, StepTensors):
+            step = batch.prepared["triton"] = step_tensors(batch, self.store.device)
+        layer, heads = attention.layer, query.shape[1]
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        if key is not None and value is not None:
+            write_kv(key, value, keys, values, step.slots)
+            for sources, targets in step.copies:
+                self.store.copy_slots(layer, sources, targets)
+        shape = self.store.layers[layer]
+        out = paged_attention(
+            *(query, keys, values, step.tables),
+            self._work(batch, attention.span, heads, shape.kv_heads),
+            step.positions,
+            scale=attention.scale,
+            window=attention.span.window,
+            chunk=attention.span.chunk,
+            softcap=attention.softcap,
+            sinks=self._float_sinks(attention),
+            # The tile decides how sums are grouped, so it may not follow the batch.
+            tile=self._tile(shape, MANY_ROWS) if self.cost.split else None,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.to(asked)
+
+    def _work(self, batch: AttentionBatch, span: Span, heads: int, kv_heads: int) -> WorkList:
+        """The step's work list for layers of this kind; kept until the plan or the cuts change."""
+        name = ("triton", span, heads, kv_heads)
+        work = batch.prepared.get(name)
+        if isinstance(work, WorkList):
+            return work
+        lists = self._lists
+        if lists is None or lists.plan is not batch.plan or any(lists.offsets != batch.offsets):
+            lists = self._lists = _Lists(batch.plan, batch.offsets, {})
+        reads, work = lists.made.get((span, heads, kv_heads), (None, None))
+        if reads is None or work is None or not reads.last_for(batch):
+            most = max(1, MANY_ROWS // (heads // kv_heads))
+            reads = plan_reads(batch, span, self.cost, kv_heads=kv_heads, max_queries=most)
+            work = _sent(build_work_list(reads.items, batch.num_tokens), self.store.device)
+            lists.made[span, heads, kv_heads] = (reads, work)
+        batch.prepared[name] = work
+        return work
+
+    def _tile(self, shape: LayerShape, rows: int) -> Tile:
+        widths = (width_of(shape.key_dim), width_of(shape.value_dim))
+        return choose_tile(self._target, rows, *widths, self.store.dtype.itemsize)
+
+    def _float_sinks(self, attention: LayerAttention) -> torch.Tensor | None:
+        """A layer's sinks as the kernel takes them, made once."""
+        sinks = attention.sinks
+        if sinks is None:
+            return None
+        given, made = self._sinks.get(attention.layer, (None, None))
+        if given is not sinks or made is None:
+            made = sinks.detach().to(torch.float32).contiguous()
+            self._sinks[attention.layer] = (sinks, made)
+        return made
+
+
+def step_tensors(batch: AttentionBatch, device: torch.device) -> StepTensors:
+    """Lay a step's tables, positions and slots out, and send each in one copy."""
+    tables = np.zeros((len(batch.rows), max(len(row.table) for row in batch.rows)), np.int32)
+    for line, row in zip(tables, batch.rows, strict=True):
+        line[: len(row.table)] = row.table
+    slots = batch.slots
+    if batch.written is not None:
+        slots = torch.full((batch.num_tokens,), -1)
+        slots[batch.written] = batch.slots
+    return StepTensors(
+        send(torch.from_numpy(tables), device),
+        send(torch.from_numpy(batch.positions.astype(np.int32)), device),
+        send(slots, device),
+        [(send(sources, device), send(targets, device)) for sources, targets in batch.copies],
+    )
+
+
+def _sent(work: WorkList, device: torch.device) -> WorkList:
+    return replace(
+        work,
+        items=send(work.items, device),
+        num_items=send(work.num_items, device),
+        merge_ptr=send(work.merge_ptr, device),
+        merge_idx=send(work.merge_idx, device),
+    )
+
+
+def _refuse_unfit(store: KVStore) -> None:
+    if store.dtype not in FLOATS:
+        raise ConfigError(f"the Triton kernels take no keys and values in {store.dtype}")
+    for layer, shape in enumerate(store.layers):
+        if max(shape.key_dim, shape.value_dim) > LARGEST_HEAD:
+            raise ConfigError(
+                f"the Triton kernels take heads up to {LARGEST_HEAD} wide, but layer {layer} has "
+                f"keys of {shape.key_dim} and values of {shape.value_dim}; use device='cpu'"
+            )
+    try:
+        load_kernel("attention_jit", "attend_kernel", store.device)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"the Triton backend cannot run on {store.device}: {error}") from error
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # The interpreter runs one program after the other.
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
