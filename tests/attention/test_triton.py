@@ -294,6 +294,27 @@ def test_an_invariant_backend_cuts_at_fixed_places_with_one_tile() -> None:
     assert backend.cost.split % backend.cost.tile == 0
 
 
+def test_an_invariant_backend_uses_one_tile_whatever_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiles = []
+
+    def recording(*arguments: Any, **keywords: Any) -> Any:
+        tiles.append(keywords["tile"])
+        return radixkv_kernels.paged_attention(*arguments, **keywords)
+
+    monkeypatch.setattr("radixkv.attention.triton_backend.paged_attention", recording)
+    monkeypatch.setattr("radixkv.attention.triton_backend.target_of", lambda _: "sm_90")
+    for queries in (1, 40):
+        step = Step.of([lone(60, 16, queries)], 16, Shape(1, 2))
+        check(step, attend(), FIXED)
+        check(step, attend(), CUTS)
+    (few, free, many, _) = tiles
+    assert few == many
+    assert few.rows > 16
+    assert free is None
+
+
 # --- What is refused. ---
 
 
