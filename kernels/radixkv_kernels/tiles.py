@@ -43,9 +43,9 @@ def merge_heads(num_heads: int, value_dim: int) -> int:
 
 
 # (bytes of a cached number, rows up to 16?, columns of the wider of K and V) -> tile.
-# Chosen without a GPU, from what the compiler reports: no spills, shared memory within the limit, two or more
-# tiles of K and V in flight, and room for several programs where that left a choice. Nothing was timed;
-# `python -m radixkv_kernels.report` prints what each entry costs.
+# Chosen without a GPU, from what the compiler reports: no spills, shared memory within the limit,
+# two or more tiles of K and V in flight, and room for several programs where that left a choice.
+# Nothing was timed; `python -m radixkv_kernels.report` prints what each entry costs.
 _Table = dict[tuple[int, bool, int], Tile]
 
 # NVIDIA's data centre GPUs: 163 KB of shared memory or more.
@@ -105,6 +105,6 @@ def choose_tile(target: str, rows: int, key_width: int, value_width: int, bytes_
     Triton's interpreter, on the CPU, gets a small one: there, tests need many tiles, not big ones.
     """
     if target == "cpu":
-        return Tile(16, 16, 4, 1)
+        return Tile(16 if rows <= 16 else 64, 32, 4, 1)
     width = max(64, key_width, value_width)
     return _TABLES.get(target, _TIGHT)[bytes_each, rows <= 16, width]

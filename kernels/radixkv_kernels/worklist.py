@@ -176,9 +176,11 @@ def build_work_list(
     query = first[source] + np.arange(len(source)) - first_partial[source]
     merge_idx = np.lexsort((end[source], start[source], query))
     source, query = source[merge_idx], query[merge_idx]
-    twice = (query[1:] == query[:-1]) & (end[source[:-1]] > start[source[1:]])
+    start, end, reader = start[source], end[source], query
+    start, end, reader = (column[end > start] for column in (start, end, reader))
+    twice = (reader[1:] == reader[:-1]) & (end[:-1] > start[1:])
     if twice.any():
-        raise ValueError(f"query {int(query[:-1][twice.argmax()])} would see a key twice")
+        raise ValueError(f"query {int(reader[:-1][twice.argmax()])} would see a key twice")
     merge_ptr = np.concatenate([[0], np.cumsum(np.bincount(query, minlength=num_queries))])
 
     def tensor(values: npt.ArrayLike) -> Tensor:
