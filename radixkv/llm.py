@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import TokenizersBackend
 
-from radixkv.attention import KVStore, choose_backend
+from radixkv.attention import choose_backend
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
@@ -23,10 +23,11 @@ from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import RequestError
-from radixkv.memory import num_blocks_for, parse_memory
+from radixkv.memory import parse_memory
 from radixkv.model.adapter import adapt
-from radixkv.model.loading import LoadedModel, load_model, render_chat
+from radixkv.model.loading import LoadedModel, load_on, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
+from radixkv.model.sizing import make_store
 from radixkv.programs import Context, Host, Pending, run
 from radixkv.programs.context import Content
 
@@ -48,8 +49,12 @@ class LLM:
         `load_model` has loaded.
     dtype : str or torch.dtype
         "auto", "float32", "bfloat16" or "float16".
+    device : str or torch.device
+        "auto", "cpu", "cuda" or "cuda:N"; see `resolve_device`. A model that is loaded already is
+        served where it is.
     kv_memory : str or int
-        Memory for keys and values, like "2GiB"; "auto" takes up to a quarter of what is available.
+        Memory for keys and values, like "2GiB"; "auto" takes up to a quarter of what is available,
+        and on a GPU all that the largest step leaves, but for `HEADROOM`.
     block_size : int
         Tokens in a block.
     seed : int, optional
@@ -77,6 +82,7 @@ class LLM:
         model: str | Path | LoadedModel = "demo",
         *,
         dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         kv_memory: str | int = "auto",
         block_size: int = 16,
         seed: int | None = None,
@@ -97,27 +103,27 @@ class LLM:
             parse_memory(kv_memory)
         if seed is not None:
             SamplingParams(seed=seed)
-        if not isinstance(model, LoadedModel):
-            model = load_model(model, dtype, progress=progress)
+        model = load_on(device, model, dtype, progress=progress)
         self.loaded = model
         self.seed = seed
         self._closed = False
         self._adapter = adapt(model.model)
         try:
-            layers = self._adapter.layers
             # Beyond some length a few models rotate all keys anew: no prefix is shared there.
             context = min(model.max_model_len, self._adapter.max_positions or model.max_model_len)
             length = min(context, max_model_len or context)
-            num_blocks = num_blocks_for(
-                kv_memory,
-                KVStore.bytes_per_block(layers, block_size, model.dtype),
-                block_size,
-                max_num_seqs * length,
+            store = make_store(
+                self._adapter,
+                model.dtype,
+                model.model.device,
+                kv_memory=kv_memory,
+                block_size=block_size,
+                max_len=length,
+                config=engine_config,
             )
-            store = KVStore(layers, num_blocks, block_size, model.dtype)
             pack_linears(model.model)
             self.cache = PrefixCache(
-                CacheConfig(num_blocks=num_blocks, block_size=block_size, eviction=eviction)
+                CacheConfig(num_blocks=store.num_blocks, block_size=block_size, eviction=eviction)
             )
             self.engine = Engine(
                 ModelRunner(self._adapter, choose_backend(store), EngineCounters()),

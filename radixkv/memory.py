@@ -69,7 +69,12 @@ def _fields(path: Path, separator: str) -> dict[str, int]:
 
 
 def num_blocks_for(
-    kv_memory: str | int, bytes_per_block: int, block_size: int, max_tokens: int
+    kv_memory: str | int,
+    bytes_per_block: int,
+    block_size: int,
+    max_tokens: int,
+    *,
+    room: int | None = None,
 ) -> int:
     """Blocks that fit into ``kv_memory``.
 
@@ -81,6 +86,8 @@ def num_blocks_for(
     bytes_per_block, block_size : int
     max_tokens : int
         The most tokens that could ever be held at one time.
+    room : int, optional
+        Bytes that "auto" may take, on a device whose memory was measured.
 
     Raises
     ------
@@ -88,7 +95,7 @@ def num_blocks_for(
         If not even one block fits.
     """
     if kv_memory == "auto":
-        size = int(available_memory() * AUTO_SHARE)
+        size = int(available_memory() * AUTO_SHARE) if room is None else room
         blocks = min(size // bytes_per_block, -(-max_tokens // block_size))
     else:
         size = parse_memory(kv_memory)

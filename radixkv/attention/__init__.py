@@ -5,6 +5,7 @@ from radixkv.attention.batch import FULL, AttentionBatch, Row, Span, make_batch
 from radixkv.attention.choose import choose_backend
 from radixkv.attention.cost import ON_A_CPU, CostModel
 from radixkv.attention.native_backend import NativeBackend
+from radixkv.attention.placement import send
 from radixkv.attention.plan import AttentionPlan, SharedRun, plan_attention
 from radixkv.attention.reads import Reads, plan_reads
 from radixkv.attention.reference import ReferenceBackend
@@ -34,4 +35,5 @@ __all__ = [
     "make_batch",
     "plan_attention",
     "plan_reads",
+    "send",
 ]

@@ -49,17 +49,22 @@ class KVStore:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        self.device = torch.device(device)
+
         # Not zeroed: a block that was never written costs no memory, and what nobody wrote must
         # not matter to anyone.
-        self.keys = [
-            torch.empty(num_blocks, block_size, s.kv_heads, s.key_dim, dtype=dtype, device=device)
-            for s in layers
-        ]
-        self.values = [
-            torch.empty(num_blocks, block_size, s.kv_heads, s.value_dim, dtype=dtype, device=device)
-            for s in layers
-        ]
+        def pages(heads: int, dim: int) -> torch.Tensor:
+            return torch.empty(num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+
+        try:
+            self.keys = [pages(shape.kv_heads, shape.key_dim) for shape in layers]
+            self.values = [pages(shape.kv_heads, shape.value_dim) for shape in layers]
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{device} has no memory for {num_blocks} blocks of keys and values; "
+                "ask for less with kv_memory"
+            ) from error
+        # With its number, which a caller may have left out.
+        self.device = self.keys[0].device
 
     @staticmethod
     def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -29,6 +29,7 @@ Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, a hub name, a folder or a GGUF file.")
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 KVMemory = Annotated[str, typer.Option(help="Memory for keys and values, like 2GiB, or auto.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in a block.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same tokens.")]
@@ -41,6 +42,7 @@ TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this 
 class _ModelOptions:
     model: str
     dtype: str
+    device: str
     kv_memory: str
     block_size: int
     seed: int | None
@@ -51,6 +53,7 @@ class _ModelOptions:
         return LLM(
             self.model,
             dtype=self.dtype,
+            device=self.device,
             kv_memory=self.kv_memory,
             block_size=self.block_size,
             seed=self.seed,
@@ -62,6 +65,7 @@ class _ModelOptions:
 @app.command()
 def demo(
     dtype: Dtype = "auto",
+    device: Device = "auto",
     max_tokens: MaxTokens = 48,
     compare: Annotated[
         bool, typer.Option(help="Run a part of the same work with Hugging Face generate.")
@@ -70,13 +74,14 @@ def demo(
     """Sixteen conversations over one long system prompt, two turns each, on a real model."""
     from radixkv.cli.demo import run_demo
 
-    run_demo(dtype, max_tokens, compare)
+    run_demo(dtype, device, max_tokens, compare)
 
 
 @app.command()
 def chat(
     model: Model = "demo",
     dtype: Dtype = "auto",
+    device: Device = "auto",
     kv_memory: KVMemory = "auto",
     block_size: BlockSize = 16,
     seed: Seed = None,
@@ -90,7 +95,8 @@ def chat(
     from radixkv.decoding import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(_ModelOptions(model, dtype, kv_memory, block_size, seed).load(), params, system)
+    options = _ModelOptions(model, dtype, device, kv_memory, block_size, seed)
+    run_chat(options.load(), params, system)
 
 
 @app.command()
@@ -110,6 +116,7 @@ def generate(
     n: Annotated[int, typer.Option("-n", min=1, help="Continuations of each prompt.")] = 1,
     model: Model = "demo",
     dtype: Dtype = "auto",
+    device: Device = "auto",
     kv_memory: KVMemory = "auto",
     block_size: BlockSize = 16,
     seed: Seed = None,
@@ -134,7 +141,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    options = _ModelOptions(model, dtype, kv_memory, block_size, seed)
+    options = _ModelOptions(model, dtype, device, kv_memory, block_size, seed)
     if prompt:
         run_prompts(options.load, prompt, params)
     elif prompts is not None and output is not None:

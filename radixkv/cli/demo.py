@@ -17,6 +17,7 @@ from rich.table import Table
 
 from radixkv import native
 from radixkv.decoding import SamplingParams
+from radixkv.devices import computes, resolve_device
 from radixkv.engine import RequestOutput, TokenDelta
 from radixkv.llm import LLM
 from radixkv.model.loading import is_native
@@ -56,14 +57,17 @@ class Turn:
         )
 
 
-def run_demo(dtype: str, max_tokens: int, compare: bool) -> None:
+def run_demo(dtype: str, device: str, max_tokens: int, compare: bool) -> None:
     """Load the demo model, serve the workload, print the table."""
     console = Console()
-    if dtype == "auto" and is_native(torch.bfloat16):
+    place = resolve_device(device)
+    fast = is_native(torch.bfloat16) if place.type == "cpu" else computes(torch.bfloat16, place)
+    if dtype == "auto" and fast:
         dtype = "bfloat16"
     started = time.perf_counter()
-    llm = LLM.demo(dtype=dtype, progress=lambda line: print(line, file=sys.stderr))
+    llm = LLM.demo(dtype=dtype, device=place, progress=lambda line: print(line, file=sys.stderr))
     operators = "compiled operators" if native.is_available() else "torch's operators"
+    operators = operators if place.type == "cpu" else f"Triton kernels on {place}"
     console.print(
         f"{llm.loaded.name}, {llm.loaded.dtype}, {operators}, "
         f"ready in {time.perf_counter() - started:.1f} s"
@@ -151,10 +155,12 @@ def hugging_face_seconds(llm: LLM, turn: Turn, max_tokens: int) -> float:
     prompts = [list(output.prompt_token_ids) for output in turn.outputs]
     width = max(map(len, prompts))
     padding = llm.loaded.eos_token_ids[0]
-    ids = torch.tensor([[padding] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    llm.close()
     model: Any = llm.loaded.model
+    lines = [[padding] * (width - len(p)) + p for p in prompts]
+    ids = torch.tensor(lines, device=model.device)
+    used = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+    mask = torch.tensor(used, device=model.device)
+    llm.close()
     started = time.perf_counter()
     model.generate(
         input_ids=ids,

@@ -23,6 +23,7 @@ from radixkv.attention import (
     LayerShape,
     Row,
     TorchBackend,
+    choose_backend,
     make_batch,
 )
 from radixkv.errors import ModelNotSupportedError
@@ -74,13 +75,14 @@ class ModelAdapter(Protocol):
         backend : AttentionBackend
         batch : AttentionBatch
         tokens : int64 tensor (tokens,)
-            Token ids in the batch's order.
+            Token ids in the batch's order; on the host, as are the batch's tensors.
         logit_tokens : int64 tensor (wanted,)
-            Which tokens' logits are wanted; in any order.
+            Which tokens' logits are wanted; in any order, on the host.
 
         Returns
         -------
         tensor (wanted, vocabulary)
+            On the model's device.
         """
         ...
 
@@ -130,8 +132,9 @@ def _own_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     half = VERIFIED_TOKENS // 2
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
-            alone: torch.Tensor = model(input_ids=tokens[None, :half], use_cache=False).logits[0]
+            ids = tokens[None].to(model.device)
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
+            alone: torch.Tensor = model(input_ids=ids[:, :half], use_cache=False).logits[0]
     except Exception as error:
         raise refuse(
             model, f"its own forward fails with {type(error).__name__}: {error}"
@@ -149,7 +152,7 @@ def _verified(
     """The adapter, if it computes the model's own logits in chunks over a paged store."""
     half, size = VERIFIED_TOKENS // 2, 4
     blocks = -(-VERIFIED_TOKENS // size)
-    backend = TorchBackend(KVStore(adapter.layers, 2 * blocks, size, model.dtype))
+    store = KVStore(adapter.layers, 2 * blocks, size, model.dtype, model.device)
     # Block tables that run backwards, so that nothing is right by being contiguous.
     whole = np.arange(2 * blocks - 1, blocks - 1, -1, dtype=np.int32)
     short = np.arange(blocks - 1, -1, -1, dtype=np.int32)
@@ -160,6 +163,7 @@ def _verified(
     ]
     worst = 0.0
     try:
+        backend = TorchBackend(store) if store.device.type == "cpu" else choose_backend(store)
         for rows in steps:
             batch = make_batch(rows, size)
             wanted = torch.from_numpy(batch.positions)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import Cache, DynamicCache
 
-from radixkv.attention import AttentionBackend, AttentionBatch, KVStore, LayerShape, Row
+from radixkv.attention import AttentionBackend, AttentionBatch, KVStore, LayerShape, Row, send
 from radixkv.attention.batch import table_slots
 from radixkv.attention.plan import Int64Array
 from radixkv.model.layers import Model, forward_parameters, max_positions, probe_tokens, refuse
@@ -31,7 +31,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.width = int(stops.max())
         self.queries = members[0].num_queries
         positions = np.arange(self.width)[None, :] - (self.width - stops)[:, None]
-        self.mask = torch.from_numpy((positions >= 0).astype(np.int64))
+        device = store.device
+        self.mask = send(torch.from_numpy((positions >= 0).astype(np.int64)), device)
         # Padding reads the row's own first key; the mask hides it.
         positions = np.maximum(positions, 0)
         slots = np.stack(
@@ -40,10 +41,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                 for row, place in zip(members, positions, strict=True)
             ]
         )
-        self._read = torch.from_numpy(slots.reshape(-1))
-        self._copies = _awaited_copies(batch, members)
+        self._read = send(torch.from_numpy(slots.reshape(-1)), device)
+        self._copies = [
+            (send(sources, device), send(targets, device))
+            for sources, targets in _awaited_copies(batch, members)
+        ]
         own = np.concatenate([np.arange(batch.offsets[r], batch.offsets[r + 1]) for r in rows])
-        self._write_slots, self._written = _written(batch, own)
+        self._write_slots, self._written = (send(x, device) for x in _written(batch, own))
 
     def update(
         self,
@@ -161,13 +165,19 @@ class CacheAdapter:
             columns = torch.isin(index, logit_tokens).any(0).nonzero()[:, 0]
             columns = columns if len(columns) else torch.tensor([queries - 1])
             cache = PagedCache(store, batch, rows)
-            part = self._run(tokens[index], positions[index], cache, columns).flatten(0, 1)
+            part = self._run(
+                send(tokens[index], store.device),
+                send(positions[index], store.device),
+                cache,
+                send(columns, store.device),
+            ).flatten(0, 1)
             if logits is None:
                 logits = part.new_empty(len(logit_tokens), part.shape[-1])
             place = torch.full((batch.num_tokens,), -1)
             place[index[:, columns].flatten()] = torch.arange(len(part))
             wanted = place[logit_tokens]
-            logits[wanted >= 0] = part[wanted[wanted >= 0]]
+            found = wanted >= 0
+            logits[send(found, store.device)] = part[send(wanted[found], store.device)]
         assert logits is not None
         return logits
 
@@ -208,7 +218,7 @@ class CacheAdapter:
         """Learn from one small forward over an ordinary cache what each layer keeps."""
         cache = DynamicCache()
         self.model(
-            input_ids=probe_tokens(self.model, 3)[None],
+            input_ids=probe_tokens(self.model, 3)[None].to(self.model.device),
             use_cache=True,
             **{self._cache_name: cache},
         )

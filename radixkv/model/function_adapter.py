@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from radixkv.attention import AttentionBackend, AttentionBatch, LayerAttention, LayerShape, Span
+from radixkv.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    LayerAttention,
+    LayerShape,
+    Span,
+    send,
+)
 from radixkv.model.layers import (
     Model,
     forward_parameters,
@@ -152,6 +159,10 @@ class FunctionAdapter:
     def _run(
         self, tokens: torch.Tensor, positions: torch.Tensor, logit_tokens: torch.Tensor
     ) -> torch.Tensor:
+        device = self.model.device
+        tokens, positions, logit_tokens = (
+            send(tensor, device) for tensor in (tokens, positions, logit_tokens)
+        )
         keywords: dict[str, Any] = {"position_ids": positions[None], "use_cache": False}
         if "logits_to_keep" in self._parameters:
             keywords["logits_to_keep"] = logit_tokens

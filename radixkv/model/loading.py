@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from radixkv.devices import computes, resolve_device
 from radixkv.errors import ConfigError, ModelLoadError, RequestError
 from radixkv.model.demo import (
     DEMO_NAME,
@@ -86,7 +87,8 @@ def load_model(
         and for the demo), but float32 where a CPU would only emulate it, which is slower. Only
         float32 gives the same tokens however requests are batched.
     device : str or torch.device
-        Where the weights go.
+        Where the weights go; see `resolve_device`. On a GPU that does not compute in bfloat16,
+        "auto" takes float16 in its stead.
     progress : callable, optional
         Called with a line before each long step (download, conversion).
 
@@ -97,18 +99,21 @@ def load_model(
     ConfigError
         For a dtype or device that does not exist.
     """
-    wanted = _dtype(dtype)
+    wanted, place = _dtype(dtype), resolve_device(device)
+    if wanted is not None and not computes(wanted, place):
+        raise ConfigError(f"{place} does not compute in {dtype}; use float16 or float32")
     folder, name = _folder_of(source, progress)
     with quiet_transformers():
         config = _causal_config(folder)
         model = _read_weights(folder, wanted or "auto")
         tokenizer = _read_tokenizer(folder)
-    slow = wanted is None and str(device) == "cpu" and not is_native(model.dtype)
+    served = _served_in(model.dtype, place, wanted)
     try:
-        model = model.to(device=device, dtype=torch.float32 if slow else None)
+        # Not converted without need: some parts stay in float32 whatever the rest is in.
+        model = model.to(device=place, dtype=None if served is model.dtype else served)
         model.eval().requires_grad_(False)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"cannot put a model on {device!r}: {one_line(error)}") from error
+        raise ConfigError(f"cannot put {name} on {place}: {one_line(error)}") from error
     text_config = config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -120,6 +125,31 @@ def load_model(
         vocab_size=text_config.vocab_size,
         dtype=model.dtype,
     )
+
+
+def load_on(
+    device: str | torch.device,
+    model: str | Path | LoadedModel,
+    dtype: str | torch.dtype = "auto",
+    *,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a model on a device, or see that a loaded one is there; "auto" takes it where it is.
+
+    Raises
+    ------
+    ConfigError
+        Before anything is loaded, for a device that is not there.
+    """
+    place = resolve_device(device)
+    if not isinstance(model, LoadedModel):
+        return load_model(model, dtype, device=place, progress=progress)
+    if device != "auto" and model.model.device != place:
+        raise ConfigError(
+            f"{model.name} is on {model.model.device}, not on {place}: give load_model the "
+            "device, or serve it where it is with device='auto'"
+        )
+    return model
 
 
 def render_chat(
@@ -179,6 +209,17 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
         near = difflib.get_close_matches(str(dtype), names, n=1) or names
         raise ConfigError(f"unknown dtype {dtype!r}; did you mean {' or '.join(near)}?")
     return known
+
+
+def _served_in(
+    stored: torch.dtype, device: torch.device, wanted: torch.dtype | None
+) -> torch.dtype:
+    """The type a model is computed in: as asked, else as stored if the device computes in that."""
+    if wanted is not None:
+        return wanted
+    if device.type == "cpu":
+        return stored if is_native(stored) else torch.float32
+    return stored if computes(stored, device) else torch.float16
 
 
 def is_native(dtype: torch.dtype) -> bool:

@@ -154,6 +154,7 @@ def test_generate_from_file_to_file(model: str, tmp_path: Path, inside: Inside) 
         (["-p", "a", "--top-p", "2"], "top_p"),
         (["-p", "a", "--temperature", "-1"], "--temperature"),
         (["-p", "a", "--dtype", "float31"], "float32"),
+        (["-p", "a", "--device", "abacus"], "cuda:N"),
         (["-p", "a", "--kv-memory", "lots"], "2GiB"),
         (["-p", "a", "--kv-memory", "12"], "no block"),
         (["-p", "a", "--block-size", "0"], "--block-size"),

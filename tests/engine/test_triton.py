@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
-import radixkv.llm as llm_module
+import torch
 
 pytest.importorskip("triton")
 
@@ -37,7 +36,7 @@ def make_triton_llm(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> MakeL
 
     def make(**settings: int) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr(llm_module, "choose_backend", choose)
+            patch.setattr("radixkv.llm.choose_backend", choose)
             llm = make_llm(**settings)
         assert isinstance(llm.engine.runner.backend, TritonBackend)
         return llm
@@ -118,3 +117,24 @@ def test_beams(make_triton_llm: MakeLLM, make_torch_llm: MakeLLM) -> None:
     assert [its.token_ids for its in found.outputs] == [its.token_ids for its in expected.outputs]
     scores = [its.score for its in expected.outputs]
     assert [its.score for its in found.outputs] == pytest.approx(scores, abs=1e-4)
+
+
+def test_a_decode_step_sends_each_kind_of_number_once(
+    make_triton_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each is a copy; the work lists stay there while rows only grow."""
+    sent: list[torch.Size] = []
+
+    def recording(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        sent.append(tensor.shape)
+        return tensor
+
+    llm = make_triton_llm()
+    for module in ("model.function_adapter", "attention.triton_backend"):
+        monkeypatch.setattr(f"radixkv.{module}.send", recording)
+    tokens(llm, [[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    # Token ids, positions twice, whose logits are wanted, tables and slots; of the prompt and of
+    # the first decode a work list's four tensors too.
+    assert len(sent) == 4 * 6 + 2 * 4
+    assert sent[-6:].count(torch.Size([1])) == 5
+    assert sent[-6:].count(torch.Size([1, 1])) == 1

@@ -241,7 +241,7 @@ class TestDtype:
 
     def test_unknown_device(self, checkpoint: Path) -> None:
         message = failure(lambda: load_model(checkpoint, device="abacus"), ConfigError)
-        assert message.startswith("cannot put a model on 'abacus'")
+        assert message == "unknown device 'abacus'; use auto, cpu, cuda or cuda:N"
 
 
 class TestBrokenFolder:
