@@ -95,11 +95,9 @@ def kernel_source(
     )
 
 
-def compile_for(target: str, source: ASTSource, *, warps: int, stages: int = 3) -> Figures:
-    """Compile for one of `TARGETS` and read the compiler's output."""
-    compiled = triton.compile(
-        source, target=TARGETS[target], options={"num_warps": warps, "num_stages": stages}
-    )
+def compile_for(target: str, source: ASTSource, **options: int) -> Figures:
+    """Compile for one of `TARGETS` with Triton's options, and read the compiler's output."""
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
     read = _read_amd if target.startswith("gfx") else _read_nvidia
     return Figures(
         shared=compiled.metadata.shared,

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from radixkv_kernels.checks import check_paged_attention
 from radixkv_kernels.launch import interpreted, load_kernel, on_device, target_of
-from radixkv_kernels.tiles import MERGE_WARPS, Tile, choose_tile, merge_heads, width_of
+from radixkv_kernels.tiles import (
+    MERGE_WARPS,
+    Tile,
+    choose_tile,
+    launch_options,
+    merge_heads,
+    width_of,
+)
 from radixkv_kernels.worklist import WorkList
 
 Partials = tuple[Tensor, Tensor]
@@ -58,8 +65,8 @@ def paged_attention(
 
     A query at position p sees key k of the reads that serve it if k <= p, and k > p - window, and
     k // chunk == p // chunk, as far as these are asked for. Nothing is read back, so a launch can
-    be captured in a CUDA graph. Keys and values that no query of a tile sees are never used: a
-    cache may hold NaN there, and block tables anything.
+    be captured in a CUDA graph. Of what a read names, only keys from the oldest to the newest that
+    its queries see are used: elsewhere caches may hold NaN, and block tables anything.
 
     Parameters
     ----------
@@ -205,9 +212,8 @@ def _attend(
         BLOCK_SIZE=block_size,
         ROWS=tile.rows,
         TOKENS=tile.tokens,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
         **options,
+        **launch_options(tile, target_of(query.device)),
     )
 
 

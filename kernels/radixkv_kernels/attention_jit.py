@@ -25,9 +25,10 @@ def block_ids(
     end: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The blocks of keys through a table row, in 64 bits; of the nearest in [first, end) if outside.
+    """The blocks of keys through a table row, in 64 bits; shape (TOKENS,).
 
-    Reading a neighbour twice is cheaper than masking what is read; shape (TOKENS,).
+    Of a key outside of [first, end) it is the nearest one's: reading that twice is cheaper than
+    masking what is read.
     """
     nearest = tl.minimum(tl.maximum(key, first), end - 1)
     block = tl.load(table_ptr + nearest // BLOCK_SIZE, mask=nearest >= first, other=0)

@@ -12,7 +12,14 @@ from radixkv_kernels.ahead import Figures, compile_for, kernel_source
 from radixkv_kernels.attention_jit import attend_kernel, merge_kernel
 from radixkv_kernels.kv_jit import copy_blocks_kernel, write_kv_kernel
 from radixkv_kernels.launch import WARPS, row_tile
-from radixkv_kernels.tiles import MERGE_WARPS, Tile, choose_tile, merge_heads, width_of
+from radixkv_kernels.tiles import (
+    MERGE_WARPS,
+    Tile,
+    choose_tile,
+    launch_options,
+    merge_heads,
+    width_of,
+)
 
 GROUP, KV_HEADS, BLOCK_SIZE = 3, 8, 16
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1, "i8": 1}
@@ -65,7 +72,7 @@ def attention(
     def compiled(target: str) -> Figures:
         tile = tile_for(target)
         source = attention_source(dtype, key_dim, value_dim, tile, features, cache, target)
-        return compile_for(target, source, warps=tile.warps, stages=tile.stages)
+        return compile_for(target, source, **launch_options(tile, target))
 
     size = f"D {key_dim}" if key_dim == value_dim else f"D {key_dim}/{value_dim}"
     cached = "" if cache == dtype else f" over {cache}"
@@ -153,7 +160,7 @@ def merge(dtype: str, value_dim: int, *features: str) -> Variant:
     )
     return Variant(
         ", ".join([f"merge {dtype}", f"D {value_dim}", *features]),
-        lambda target: compile_for(target, source, warps=MERGE_WARPS),
+        lambda target: compile_for(target, source, num_warps=MERGE_WARPS),
     )
 
 
@@ -173,7 +180,7 @@ def write(dtype: str, cache_dtype: str, heads: int, key_dim: int, value_dim: int
         {"slot_ptr", "num_tokens"},
     )
     name = f"write {dtype}" if dtype == cache_dtype else f"write {dtype} to {cache_dtype}"
-    return Variant(name, lambda target: compile_for(target, source, warps=WARPS))
+    return Variant(name, lambda target: compile_for(target, source, num_warps=WARPS))
 
 
 def copy(word: str, words: int) -> Variant:
@@ -186,7 +193,7 @@ def copy(word: str, words: int) -> Variant:
         {"WORDS": words, "ROWS": rows, "COLUMNS": columns},
         {"num_pairs"},
     )
-    return Variant(f"copy {word}", lambda target: compile_for(target, source, warps=WARPS))
+    return Variant(f"copy {word}", lambda target: compile_for(target, source, num_warps=WARPS))
 
 
 def covering() -> list[Variant]:
