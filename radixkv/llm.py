@@ -19,6 +19,7 @@ from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
 from radixkv.engine import Engine, ModelRunner, Request, RequestOutput, TokenDelta, output_of
 from radixkv.engine.beams import Params
+from radixkv.engine.graphs import DecodeGraphs
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
@@ -63,6 +64,8 @@ class LLM:
         "lru", "plain-lru", "fifo" or "priority".
     max_num_seqs, max_num_batched_tokens, max_model_len : int
         See `EngineConfig`.
+    cuda_graphs : bool
+        Record the decode steps of each batch size once, and play them again; see `DecodeGraphs`.
     progress : callable, optional
         Called with a line before each long step of loading.
 
@@ -90,6 +93,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        cuda_graphs: bool = False,
         progress: Progress | None = None,
     ) -> None:
         engine_config = EngineConfig(
@@ -125,8 +129,15 @@ class LLM:
             self.cache = PrefixCache(
                 CacheConfig(num_blocks=store.num_blocks, block_size=block_size, eviction=eviction)
             )
+            runner = ModelRunner(self._adapter, choose_backend(store), EngineCounters())
+            if cuda_graphs:
+                runner.forward = DecodeGraphs(
+                    *(self._adapter, runner.backend),
+                    max_rows=max_num_seqs,
+                    max_blocks=-(-length // block_size) + 1,
+                ).forward
             self.engine = Engine(
-                ModelRunner(self._adapter, choose_backend(store), EngineCounters()),
+                runner,
                 self.cache,
                 engine_config,
                 vocab_size=model.vocab_size,

@@ -81,6 +81,8 @@ class AttentionBatch:
         Where each row's queries begin among the step's tokens.
     positions : int64 array (tokens,)
         Of every query in its sequence.
+    position_ids : int64 tensor (tokens,)
+        The same, for the model.
     slots : int64 tensor (written,)
         Slots to write.
     written : int64 tensor (written,) or None
@@ -97,6 +99,7 @@ class AttentionBatch:
     block_size: int
     offsets: Int64Array
     positions: Int64Array
+    position_ids: torch.Tensor
     slots: torch.Tensor
     written: torch.Tensor | None = None
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -164,7 +167,14 @@ def make_batch(
         written = torch.from_numpy(np.flatnonzero(kept))
         slots = slots[kept]
     return AttentionBatch(
-        plan, ordered, block_size, offsets, positions, torch.from_numpy(slots), written
+        plan,
+        ordered,
+        block_size,
+        offsets,
+        positions,
+        torch.from_numpy(positions),
+        torch.from_numpy(slots),
+        written,
     )
 
 

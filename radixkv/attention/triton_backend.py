@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from radixkv_kernels.tiles import Tile, choose_tile, width_of
 from radixkv_kernels.worklist import WorkList, build_work_list
 
 from radixkv.attention.backend import LayerAttention
-from radixkv.attention.batch import AttentionBatch, Span
+from radixkv.attention.batch import AttentionBatch, Row, Span
 from radixkv.attention.cost import CostModel, on_a_gpu
 from radixkv.attention.placement import send
 from radixkv.attention.plan import AttentionPlan, Int64Array
@@ -29,6 +30,23 @@ from radixkv.errors import ConfigError
 
 # Rows of an item's query tile in the kernel's larger configurations; `choose_tile` has the others.
 MANY_ROWS = 64
+
+
+# Where a batch keeps its `StepTensors`; work lists are kept under their `WorkKey`.
+STEP = "triton step"
+
+
+class WorkKey(NamedTuple):
+    """Layers that read by the same work list."""
+
+    span: Span
+    heads: int
+    kv_heads: int
+
+    @property
+    def max_queries(self) -> int:
+        """Most queries of a read: as many as fill a program's tile."""
+        return max(1, MANY_ROWS // (self.heads // self.kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +62,24 @@ class StepTensors:
         Where to write; −1 for a token that is not written.
     copies : list of (sources, targets)
         See `AttentionBatch`.
+    padded : bool
+        Whether there are tokens that belong to no row, at negative positions.
     """
 
     tables: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     copies: list[tuple[torch.Tensor, torch.Tensor]]
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """The work lists of a plan, which outlive the step; by span, and heads of query and of KV."""
+    """The work lists of a plan, which outlive the step."""
 
     plan: AttentionPlan
     offsets: Int64Array
-    made: dict[tuple[Span, int, int], tuple[Reads, WorkList]]
+    made: dict[WorkKey, tuple[Reads, WorkList]]
 
 
 class TritonBackend:
@@ -112,9 +133,9 @@ class TritonBackend:
         asked, query = query.dtype, query.to(self.store.dtype)
         if query.stride(-1) != 1:
             query = query.contiguous()
-        step = batch.prepared.get("triton")
+        step = batch.prepared.get(STEP)
         if not isinstance(step, StepTensors):
-            step = batch.prepared["triton"] = step_tensors(batch, self.store.device)
+            step = batch.prepared[STEP] = step_tensors(batch, self.store.device)
         layer, heads = attention.layer, query.shape[1]
         keys, values = self.store.keys[layer], self.store.values[layer]
         if key is not None and value is not None:
@@ -124,8 +145,10 @@ class TritonBackend:
         shape = self.store.layers[layer]
         out = paged_attention(
             *(query, keys, values, step.tables),
-            self._work(batch, attention.span, heads, shape.kv_heads),
+            self.work_list(batch, WorkKey(attention.span, heads, shape.kv_heads)),
             step.positions,
+            # Nothing is read for padding, and nothing written.
+            query.new_zeros(len(query), heads, shape.value_dim) if step.padded else None,
             scale=attention.scale,
             window=attention.span.window,
             chunk=attention.span.chunk,
@@ -137,22 +160,22 @@ class TritonBackend:
         assert isinstance(out, torch.Tensor)
         return out.to(asked)
 
-    def _work(self, batch: AttentionBatch, span: Span, heads: int, kv_heads: int) -> WorkList:
-        """The step's work list for layers of this kind; kept until the plan or the cuts change."""
-        name = ("triton", span, heads, kv_heads)
-        work = batch.prepared.get(name)
+    def work_list(self, batch: AttentionBatch, key: WorkKey) -> WorkList:
+        """The step's work list for layers of this kind; kept until the plan or its cuts change."""
+        work = batch.prepared.get(key)
         if isinstance(work, WorkList):
             return work
         lists = self._lists
         if lists is None or lists.plan is not batch.plan or any(lists.offsets != batch.offsets):
             lists = self._lists = _Lists(batch.plan, batch.offsets, {})
-        reads, work = lists.made.get((span, heads, kv_heads), (None, None))
+        reads, work = lists.made.get(key, (None, None))
         if reads is None or work is None or not reads.last_for(batch):
-            most = max(1, MANY_ROWS // (heads // kv_heads))
-            reads = plan_reads(batch, span, self.cost, kv_heads=kv_heads, max_queries=most)
+            reads = plan_reads(
+                batch, key.span, self.cost, kv_heads=key.kv_heads, max_queries=key.max_queries
+            )
             work = _sent(build_work_list(reads.items, batch.num_tokens), self.store.device)
-            lists.made[span, heads, kv_heads] = (reads, work)
-        batch.prepared[name] = work
+            lists.made[key] = (reads, work)
+        batch.prepared[key] = work
         return work
 
     def _tile(self, shape: LayerShape, rows: int) -> Tile:
@@ -173,19 +196,24 @@ class TritonBackend:
 
 def step_tensors(batch: AttentionBatch, device: torch.device) -> StepTensors:
     """Lay a step's tables, positions and slots out, and send each in one copy."""
-    tables = np.zeros((len(batch.rows), max(len(row.table) for row in batch.rows)), np.int32)
-    for line, row in zip(tables, batch.rows, strict=True):
-        line[: len(row.table)] = row.table
     slots = batch.slots
     if batch.written is not None:
         slots = torch.full((batch.num_tokens,), -1)
         slots[batch.written] = batch.slots
     return StepTensors(
-        send(torch.from_numpy(tables), device),
+        send(padded_tables(batch.rows), device),
         send(torch.from_numpy(batch.positions.astype(np.int32)), device),
         send(slots, device),
         [(send(sources, device), send(targets, device)) for sources, targets in batch.copies],
     )
+
+
+def padded_tables(rows: Sequence[Row]) -> torch.Tensor:
+    """Block tables one below the other; int32 (rows, most blocks of a row)."""
+    tables = np.zeros((len(rows), max(len(row.table) for row in rows)), np.int32)
+    for line, row in zip(tables, rows, strict=True):
+        line[: len(row.table)] = row.table
+    return torch.from_numpy(tables)
 
 
 def _sent(work: WorkList, device: torch.device) -> WorkList:

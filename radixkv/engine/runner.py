@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.attention import AttentionBackend, AttentionPlan, Row, make_batch
+from radixkv.attention import AttentionBackend, AttentionBatch, AttentionPlan, Row, make_batch
 from radixkv.cache import CopyOrder, Sequence, copy_waves
 from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE
 from radixkv.engine.scheduler import ScheduledRow, Step
 from radixkv.engine.stats import EngineCounters
 from radixkv.model.adapter import ModelAdapter
 
+Forward = Callable[[AttentionBatch, torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 class ModelRunner:
-    """Runs steps; owns nothing but the plan of the last one."""
+    """Runs steps; owns nothing but the plan of the last one.
+
+    ``forward`` may be set to another way of running the adapter; see `DecodeGraphs`.
+    """
 
     def __init__(
         self, adapter: ModelAdapter, backend: AttentionBackend, counters: EngineCounters
@@ -23,6 +31,7 @@ class ModelRunner:
         self.adapter = adapter
         self.backend = backend
         self.counters = counters
+        self.forward: Forward | None = None
         # Held, not only named: an id would be given to another sequence.
         self._planned: list[Sequence] = []
         self._plan: AttentionPlan | None = None
@@ -62,12 +71,9 @@ class ModelRunner:
             for index in range(end - row.num_logits, end)
         ]
         self._count(step.rows, batch.kv_tokens())
-        return self.adapter.forward(
-            self.backend,
-            batch,
-            torch.from_numpy(tokens),
-            torch.tensor(wanted, dtype=torch.int64),
-        )
+        # What the adapter does may be changed from outside, so it is looked up every time.
+        forward = self.forward or partial(self.adapter.forward, self.backend)
+        return forward(batch, torch.from_numpy(tokens), torch.tensor(wanted, dtype=torch.int64))
 
     def _reusable_plan(self, step: Step) -> AttentionPlan | None:
         """The last plan, if the same sequences only go on decoding."""

@@ -154,7 +154,7 @@ class FunctionAdapter:
             return out[None]
 
         with _answering(call):
-            return self._run(tokens, torch.from_numpy(batch.positions), logit_tokens)
+            return self._run(tokens, batch.position_ids, logit_tokens)
 
     def _run(
         self, tokens: torch.Tensor, positions: torch.Tensor, logit_tokens: torch.Tensor
