@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import TokenizersBackend
 
-from radixkv.attention import choose_backend
+from radixkv.attention import choose_backend, parse_kv_dtype
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
@@ -56,6 +56,8 @@ class LLM:
     kv_memory : str or int
         Memory for keys and values, like "2GiB"; "auto" takes up to a quarter of what is available,
         and on a GPU all that the largest step leaves, but for `HEADROOM`.
+    kv_dtype : str
+        What keys and values are kept in: "auto" (the model's dtype), "fp8" (e4m3) or "fp8_e5m2".
     block_size : int
         Tokens in a block.
     seed : int, optional
@@ -87,6 +89,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kv_memory: str | int = "auto",
+        kv_dtype: str = "auto",
         block_size: int = 16,
         seed: int | None = None,
         eviction: str = "lru",
@@ -105,6 +108,7 @@ class LLM:
         PrefixCache(CacheConfig(num_blocks=1, block_size=block_size, eviction=eviction))
         if kv_memory != "auto":
             parse_memory(kv_memory)
+        stored = parse_kv_dtype(kv_dtype)
         if seed is not None:
             SamplingParams(seed=seed)
         model = load_on(device, model, dtype, progress=progress)
@@ -121,6 +125,7 @@ class LLM:
                 model.dtype,
                 model.model.device,
                 kv_memory=kv_memory,
+                kv_dtype=stored,
                 block_size=block_size,
                 max_len=length,
                 config=engine_config,

@@ -9,7 +9,7 @@ from radixkv.attention.placement import send
 from radixkv.attention.plan import AttentionPlan, SharedRun, plan_attention
 from radixkv.attention.reads import Reads, plan_reads
 from radixkv.attention.reference import ReferenceBackend
-from radixkv.attention.store import KVStore, LayerShape
+from radixkv.attention.store import KVStore, LayerShape, parse_kv_dtype
 from radixkv.attention.torch_backend import TorchBackend
 from radixkv.attention.triton_backend import TritonBackend
 
@@ -33,6 +33,7 @@ __all__ = [
     "TritonBackend",
     "choose_backend",
     "make_batch",
+    "parse_kv_dtype",
     "plan_attention",
     "plan_reads",
     "send",

@@ -18,7 +18,7 @@ from radixkv.attention.layout import (
     lay_out,
 )
 from radixkv.attention.numerics import attend, merge_into
-from radixkv.attention.store import KVStore
+from radixkv.attention.store import KVStore, Side
 
 
 class TorchBackend:
@@ -42,6 +42,8 @@ class TorchBackend:
         if key is not None and value is not None:
             key, value = key.to(self.store.dtype), value.to(self.store.dtype)
             self._write(attention.layer, batch, key, value)
+            key = self.store.rounded("key", attention.layer, key)
+            value = self.store.rounded("value", attention.layer, value)
         layout = batch.prepared.get(attention.span)
         if not isinstance(layout, SpanLayout):
             layout = batch.prepared[attention.span] = lay_out(batch, attention.span)
@@ -80,25 +82,25 @@ class TorchBackend:
         for sources, targets in batch.copies:
             self.store.copy_slots(layer, sources, targets)
 
-    def _gather(self, cache: torch.Tensor, keys: Keys, name: str) -> torch.Tensor:
+    def _gather(self, side: Side, layer: int, keys: Keys) -> torch.Tensor:
         """The named slots of a layer's keys or values; (keys, kv_heads, dim), valid until next."""
-        flat = cache.flatten(0, 1)
-        if isinstance(keys, slice):
-            return flat[keys]
+        flat = self.store.caches(side)[layer].flatten(0, 1)
+        if isinstance(keys, slice) or self.store.quantized:
+            return self.store.restored(side, layer, flat[keys])
         heads, dim = flat.shape[1:]
-        scratch = self._scratch.get((name, heads, dim))
+        scratch = self._scratch.get((side, heads, dim))
         if scratch is None or len(scratch) < len(keys):
             # Reused across layers and steps: fresh pages would cost more than the copying. Made as
             # an ordinary tensor, so that steps in and out of inference mode can take turns.
             with torch.inference_mode(False):
                 scratch = flat.new_empty(max(len(keys), 1024) * 5 // 4, heads, dim)
-            self._scratch[(name, heads, dim)] = scratch
+            self._scratch[(side, heads, dim)] = scratch
         return torch.index_select(flat, 0, keys, out=scratch[: len(keys)])
 
     def _read(self, layer: int, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as (1, kv_heads, keys, dim)."""
-        key = self._gather(self.store.keys[layer], keys, "key")
-        value = self._gather(self.store.values[layer], keys, "value")
+        key = self._gather("key", layer, keys)
+        value = self._gather("value", layer, keys)
         return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
 
     def _decode(
@@ -111,8 +113,8 @@ class TorchBackend:
     ) -> None:
         rows, kv_heads = decode.num_rows, self.store.layers[attention.layer].kv_heads
         keys = decode.keys if isinstance(decode.keys, slice) else decode.keys.flatten()
-        key = self._gather(self.store.keys[attention.layer], keys, "key")
-        value = self._gather(self.store.values[attention.layer], keys, "value")
+        key = self._gather("key", attention.layer, keys)
+        value = self._gather("value", attention.layer, keys)
         part, part_lse = attend(
             query[decode.tokens].unflatten(1, (kv_heads, -1)),
             key.unflatten(0, (rows, -1)).transpose(1, 2),

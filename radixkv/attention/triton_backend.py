@@ -139,7 +139,7 @@ class TritonBackend:
         layer, heads = attention.layer, query.shape[1]
         keys, values = self.store.keys[layer], self.store.values[layer]
         if key is not None and value is not None:
-            write_kv(key, value, keys, values, step.slots)
+            self._write(layer, key, value, step.slots)
             for sources, targets in step.copies:
                 self.store.copy_slots(layer, sources, targets)
         shape = self.store.layers[layer]
@@ -154,11 +154,26 @@ class TritonBackend:
             chunk=attention.span.chunk,
             softcap=attention.softcap,
             sinks=self._float_sinks(attention),
+            key_scale=self.store.scales.get(("key", layer)),
+            value_scale=self.store.scales.get(("value", layer)),
             # The tile decides how sums are grouped, so it may not follow the batch.
             tile=self._tile(shape, MANY_ROWS) if self.cost.split else None,
         )
         assert isinstance(out, torch.Tensor)
         return out.to(asked)
+
+    def _write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        store = self.store
+        new = (key, value)
+        caches = (store.keys[layer], store.values[layer])
+        if store.quantized:
+            # The kernel moves what is rounded here, two numbers at a time.
+            new = (store.kept("key", layer, key), store.kept("value", layer, value))
+            new = (_pairs(new[0].contiguous()), _pairs(new[1].contiguous()))
+            caches = (_pairs(caches[0]), _pairs(caches[1]))
+        write_kv(*new, *caches, slots)
 
     def work_list(self, batch: AttentionBatch, key: WorkKey) -> WorkList:
         """The step's work list for layers of this kind; kept until the plan or its cuts change."""
@@ -180,7 +195,7 @@ class TritonBackend:
 
     def _tile(self, shape: LayerShape, rows: int) -> Tile:
         widths = (width_of(shape.key_dim), width_of(shape.value_dim))
-        return choose_tile(self._target, rows, *widths, self.store.dtype.itemsize)
+        return choose_tile(self._target, rows, *widths, self.store.kv_dtype.itemsize)
 
     def _float_sinks(self, attention: LayerAttention) -> torch.Tensor | None:
         """A layer's sinks as the kernel takes them, made once."""
@@ -216,6 +231,11 @@ def padded_tables(rows: Sequence[Row]) -> torch.Tensor:
     return torch.from_numpy(tables)
 
 
+def _pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits two by two, as a type that is moved as it is; (..., dim / 2)."""
+    return numbers.view(torch.float16)
+
+
 def _sent(work: WorkList, device: torch.device) -> WorkList:
     return replace(
         work,
@@ -227,14 +247,19 @@ def _sent(work: WorkList, device: torch.device) -> WorkList:
 
 
 def _refuse_unfit(store: KVStore) -> None:
-    if store.dtype not in FLOATS:
-        raise ConfigError(f"the Triton kernels take no keys and values in {store.dtype}")
+    if store.dtype not in FLOATS or not (store.quantized or store.kv_dtype == store.dtype):
+        raise ConfigError(
+            f"the Triton kernels take no keys and values in {store.kv_dtype} "
+            f"for a model in {store.dtype}"
+        )
     for layer, shape in enumerate(store.layers):
         if max(shape.key_dim, shape.value_dim) > LARGEST_HEAD:
             raise ConfigError(
                 f"the Triton kernels take heads up to {LARGEST_HEAD} wide, but layer {layer} has "
                 f"keys of {shape.key_dim} and values of {shape.value_dim}; use device='cpu'"
             )
+        if store.quantized and (shape.key_dim % 2 or shape.value_dim % 2):
+            raise ConfigError(f"kv_dtype='fp8' needs heads of even width, unlike layer {layer}'s")
     try:
         load_kernel("attention_jit", "attend_kernel", store.device)
     except (ImportError, RuntimeError) as error:

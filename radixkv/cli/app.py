@@ -31,6 +31,7 @@ Model = Annotated[
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 KVMemory = Annotated[str, typer.Option(help="Memory for keys and values, like 2GiB, or auto.")]
+KVDtype = Annotated[str, typer.Option(help="Keys and values in: auto, fp8 or fp8_e5m2.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in a block.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same tokens.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most new tokens of each continuation.")]
@@ -44,6 +45,7 @@ class _ModelOptions:
     dtype: str
     device: str
     kv_memory: str
+    kv_dtype: str
     block_size: int
     seed: int | None
 
@@ -55,6 +57,7 @@ class _ModelOptions:
             dtype=self.dtype,
             device=self.device,
             kv_memory=self.kv_memory,
+            kv_dtype=self.kv_dtype,
             block_size=self.block_size,
             seed=self.seed,
             progress=lambda line: print(line, file=sys.stderr),
@@ -83,6 +86,7 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kv_memory: KVMemory = "auto",
+    kv_dtype: KVDtype = "auto",
     block_size: BlockSize = 16,
     seed: Seed = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
@@ -95,7 +99,7 @@ def chat(
     from radixkv.decoding import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    options = _ModelOptions(model, dtype, device, kv_memory, block_size, seed)
+    options = _ModelOptions(model, dtype, device, kv_memory, kv_dtype, block_size, seed)
     run_chat(options.load(), params, system)
 
 
@@ -118,6 +122,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kv_memory: KVMemory = "auto",
+    kv_dtype: KVDtype = "auto",
     block_size: BlockSize = 16,
     seed: Seed = None,
     max_tokens: MaxTokens = 64,
@@ -141,7 +146,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    options = _ModelOptions(model, dtype, device, kv_memory, block_size, seed)
+    options = _ModelOptions(model, dtype, device, kv_memory, kv_dtype, block_size, seed)
     if prompt:
         run_prompts(options.load, prompt, params)
     elif prompts is not None and output is not None:

@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache
 from radixkv.attention import AttentionBackend, AttentionBatch, KVStore, LayerShape, Row, send
 from radixkv.attention.batch import table_slots
 from radixkv.attention.plan import Int64Array
+from radixkv.attention.store import Side
 from radixkv.model.layers import Model, forward_parameters, max_positions, probe_tokens, refuse
 
 
@@ -62,14 +63,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._store.write(layer_idx, new[0], new[1], self._write_slots)
         for sources, targets in self._copies:
             self._store.copy_slots(layer_idx, sources, targets)
-        key = self._all(self._store.keys[layer_idx], key_states)
-        return key, self._all(self._store.values[layer_idx], value_states)
+        key = self._all("key", layer_idx, key_states)
+        return key, self._all("value", layer_idx, value_states)
 
-    def _all(self, cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _all(self, side: Side, layer: int, new: torch.Tensor) -> torch.Tensor:
         """A layer's keys or values of the rows' whole texts; (rows, heads, width, dim)."""
-        old = cache.flatten(0, 1)[self._read].unflatten(0, (len(new), self.width)).transpose(1, 2)
+        store = self._store
+        read = store.caches(side)[layer].flatten(0, 1)[self._read]
+        old = store.restored(side, layer, read).unflatten(0, (len(new), self.width))
         # A row that does not write may be here before the row that writes for it.
-        old[:, :, -self.queries :] = new
+        old[:, -self.queries :] = store.rounded(side, layer, new.transpose(1, 2))
+        old = old.transpose(1, 2)
         whole: torch.Tensor = old.to(new.dtype)
         return whole
 

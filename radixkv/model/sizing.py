@@ -21,6 +21,7 @@ def make_store(
     device: torch.device,
     *,
     kv_memory: str | int,
+    kv_dtype: torch.dtype | None,
     block_size: int,
     max_len: int,
     config: EngineConfig,
@@ -31,6 +32,8 @@ def make_store(
     ----------
     kv_memory : str or int
         As for `num_blocks_for`; "auto" on a GPU is measured, see `room_for_kv`.
+    kv_dtype : torch.dtype, optional
+        What keys and values are kept in; ``dtype`` unless given.
     max_len : int
         No sequence is longer.
     config : EngineConfig
@@ -53,12 +56,12 @@ def make_store(
             ) from error
     num_blocks = num_blocks_for(
         kv_memory,
-        KVStore.bytes_per_block(adapter.layers, block_size, dtype),
+        KVStore.bytes_per_block(adapter.layers, block_size, kv_dtype or dtype),
         block_size,
         config.max_num_seqs * max_len,
         room=room,
     )
-    return KVStore(adapter.layers, num_blocks, block_size, dtype, device)
+    return KVStore(adapter.layers, num_blocks, block_size, dtype, device, kv_dtype=kv_dtype)
 
 
 def run_largest_step(

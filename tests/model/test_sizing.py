@@ -52,7 +52,12 @@ def test_the_largest_step_is_as_large_as_the_engine_allows(
 
 
 def store_of(adapter: ModelAdapter, device: torch.device = CPU, **changes: Any) -> KVStore:
-    settings: dict[str, Any] = {"kv_memory": "auto", "block_size": 16, "max_len": 64}
+    settings: dict[str, Any] = {
+        "kv_memory": "auto",
+        "kv_dtype": None,
+        "block_size": 16,
+        "max_len": 64,
+    }
     config = EngineConfig(max_num_batched_tokens=64, max_num_seqs=4)
     return make_store(adapter, torch.float32, device, **(settings | {"config": config} | changes))
 
@@ -76,7 +81,9 @@ def test_a_store_on_a_gpu_takes_what_is_left(
         asked.append(device)
         return 5 * block + 1
 
-    def on_the_cpu(layers: Any, blocks: int, size: int, dtype: Any, device: Any) -> KVStore:
+    def on_the_cpu(
+        layers: Any, blocks: int, size: int, dtype: Any, device: Any, **_: Any
+    ) -> KVStore:
         assert device == gpu
         return KVStore(layers, blocks, size, dtype)
 
