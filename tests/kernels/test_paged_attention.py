@@ -146,7 +146,9 @@ def test_queries_inside_a_shared_run(device):
 def test_softcap_far_beyond_its_cap(dtype, cap, device):
     geometry = Geometry(2, 1, 32, 32, 16, dtype, logit_scale=4000.0 * cap)
     scene = batch([40, 5], [2, 1], geometry, device=device)
-    logits = torch.einsum("hd,khd->hk", scene.query[0].double(), scene.keys[0].expand(-1, 2, -1))
+    logits = torch.einsum(
+        "hd,khd->hk", scene.query[0].double().cpu(), scene.keys[0].expand(-1, 2, -1)
+    )
     assert (logits * scene.scale / cap).abs().max() > 1000
     # On the way to 1 an exponential overflows, of which only the interpreter warns.
     with np.errstate(over="ignore"):
@@ -183,7 +185,10 @@ def feature_scene(device, **cutting):
 @pytest.mark.parametrize("call", [attend, twin], ids=lambda call: call.__name__)
 def test_a_feature_switched_off_is_noticed(feature, split, call, device):
     scene = feature_scene(device, split=split)
-    options = FEATURES[feature]
+    options = {
+        name: setting.to(device) if isinstance(setting, torch.Tensor) else setting
+        for name, setting in FEATURES[feature].items()
+    }
     wanted, _ = reference(scene, **options)
     assert error(call(scene, **options)[0], wanted) < TOLERANCE[torch.float32]
     assert error(call(scene)[0], wanted) > 0.02
@@ -228,9 +233,7 @@ def test_e4m3_decoded_by_hand(device, monkeypatch):
     got = paged_attention(
         query, torch.zeros_like(cache), cache, tables, work, positions, scale=1.0, tile=SMALL
     )
-    assert torch.equal(got.flatten(), numbers.float()) or torch.equal(
-        got.flatten().nan_to_num(777.0), numbers.float().nan_to_num(777.0)
-    )
+    assert torch.equal(got.flatten().nan_to_num(777.0), numbers.float().nan_to_num(777.0))
     assert int(got.isnan().sum()) == 2
     geometry = Geometry(3, 1, 32, 32, 16, torch.float16, torch.float8_e4m3fn)
     check(batch([40, 17], [3, 1], geometry, device=device), tile=SMALL)
@@ -428,4 +431,4 @@ def test_takes_tensors_that_require_grad(device):
     for call in (attend, twin):
         out, _ = call(tracked)
         assert not out.requires_grad
-        assert error(out, wanted.double()) < 1e-6
+        assert error(out, wanted.double().cpu()) < 1e-6
