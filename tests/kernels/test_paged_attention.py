@@ -274,6 +274,14 @@ def test_splits_in_which_a_window_leaves_nothing(device):
     check(scene, chunk=7)
 
 
+@pytest.mark.parametrize("option", ["window", "chunk"])
+def test_blocks_that_all_queries_have_left_behind_are_not_used(option, device):
+    scene = batch([50], [2], device=device)
+    # As if they were freed and somebody else's by now: only keys from 32 on are left.
+    scene.block_tables[0, :2] = scene.block_tables[0, -1]
+    check(scene, **{option: 16})
+
+
 def test_empty_runs(device):
     scene = batch([20, 9], [1, 3], device=device)
     # Of no key at all: shared, before the first key and behind the last.
