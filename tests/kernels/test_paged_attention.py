@@ -343,7 +343,7 @@ def test_splits_at_the_same_keys_give_the_same_bits(device):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_merge_of_one_partial_is_what_the_item_would_have_written(sinks, device):
     scene = batch([30, 17], [5, 1], Geometry(3, 2), device=device)
-    options = {"sinks": torch.randn(6, device=device)} if sinks else {}
+    options = {"sinks": 9 * torch.randn(6, device=device)} if sinks else {}
     direct = scene.work()
     assert direct.num_partials == 0
     items = direct.items.clone()
