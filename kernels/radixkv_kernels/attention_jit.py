@@ -84,12 +84,24 @@ def as_operand(
 
 
 @triton.jit
-def scaled_logits(product: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
+def tanh(x: tl.tensor, PRECISE: tl.constexpr) -> tl.tensor:
+    """From one exponential that overflows to the right limit, whatever its argument."""
+    result = 1 - 2 / (tl.exp2(x * (2 * LOG2E)) + 1)
+    if PRECISE:
+        # Near 0 the difference above has few digits; its series has all that float32 holds.
+        square = x * x
+        series = ((square * (62 / 2835) - 17 / 315) * square + 2 / 15) * square - 1 / 3
+        result = tl.where(tl.abs(x) < 0.25, x + x * square * series, result)
+    return result
+
+
+@triton.jit
+def scaled_logits(
+    product: tl.tensor, scale: tl.tensor, SOFTCAP: tl.constexpr, PRECISE: tl.constexpr
+) -> tl.tensor:
     """Base-2 logits, scaled and capped."""
     if SOFTCAP > 0:
-        # tanh from one exponential that overflows to the right limit, whatever its argument.
-        exponential = tl.exp2(product * (scale * (2 * LOG2E / SOFTCAP)))
-        logits = SOFTCAP * LOG2E * (1 - 2 / (exponential + 1))
+        logits = SOFTCAP * LOG2E * tanh(product * (scale / SOFTCAP), PRECISE)
     else:
         logits = product * (scale * LOG2E)
     return logits
@@ -242,7 +254,7 @@ def attend_kernel(
         key = as_operand(key, query.dtype, DECODE_E4M3, UPCAST)
         value = as_operand(value, query.dtype, DECODE_E4M3, UPCAST)
         product = tl.dot(query, tl.trans(key), input_precision="ieee")
-        logits = scaled_logits(product, logit_scale, SOFTCAP)
+        logits = scaled_logits(product, logit_scale, SOFTCAP, query.dtype == tl.float32)
         if slope_ptr is not None:
             logits += slope[:, None] * (index[None, :] - position[:, None]).to(tl.float32)
         visible = (index[None, :] >= oldest[:, None]) & (index[None, :] <= newest[:, None])

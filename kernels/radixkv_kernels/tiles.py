@@ -60,7 +60,7 @@ _Table = dict[tuple[int, bool, int], Tile]
 # NVIDIA's data centre GPUs: 163 KB of shared memory or more.
 _ROOMY: _Table = {
     (2, True, 64): Tile(16, 64, 4, 3, 128),
-    (2, True, 128): Tile(16, 64, 4, 3, 128),
+    (2, True, 128): Tile(16, 64, 4, 3, 168),
     (2, True, 256): Tile(16, 32, 4, 3, 168),
     (2, False, 64): Tile(64, 64, 4, 3),
     (2, False, 128): Tile(64, 64, 8, 3),
@@ -77,7 +77,7 @@ _ROOMY: _Table = {
     (4, True, 256): Tile(16, 16, 8, 3, 128),
     (4, False, 64): Tile(32, 16, 8, 3),
     (4, False, 128): Tile(32, 16, 8, 3),
-    (4, False, 256): Tile(32, 16, 8, 3),
+    (4, False, 256): Tile(32, 16, 16, 3, 128),
 }
 
 # AMD's gfx942 has 64 KB. So it is for GPUs that nobody looked at: this fits most.

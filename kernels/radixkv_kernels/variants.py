@@ -209,7 +209,7 @@ def covering() -> list[Variant]:
         attention("bf16", 80, 80, False, "bidirectional"),
         attention("bf16", 256, 256, False, "window", "softcap"),
         attention("bf16", 192, 128, True),
-        attention("fp32", 64, 64, False),
+        attention("fp32", 64, 64, False, "softcap"),
         attention("bf16", 128, 128, False, cache="fp8e4nv"),
         attention("fp16", 64, 64, False, cache="fp8e5"),
         attention("bf16", 128, 128, True, cache="i8"),

@@ -138,16 +138,20 @@ def far_merge(
     )
 
 
-def attend(block: int, token: int, row: int, partial: int, stride: int) -> None:
-    """One query, one key: the output is its value, through the partials or directly."""
+def attend(block: int, token: int, row: int, partial: int, stride: int, skipped: int = 0) -> None:
+    """One query, one key: the output is its value, through the partials or directly.
+
+    Its block is the only one of the table that exists.
+    """
     query, key, value = torch.randn(3, DIM).half()
     out, lse = torch.zeros(DIM).half(), torch.zeros(1)
     partials, partial_lse = torch.zeros(DIM), torch.zeros(1)
     order, num_items = (torch.tensor([n], dtype=torch.int32) for n in (token, 1))
     # The kernel reads the token's position at positions[token], so that one must be memory.
-    positions = torch.zeros(token + 1, dtype=torch.int32)
-    items = torch.tensor([[0, 1, row, 0, 1, partial]], dtype=torch.int32)
-    table = torch.tensor([block], dtype=torch.int32)
+    positions = torch.full((token + 1,), skipped, dtype=torch.int32)
+    items = torch.tensor([[0, 1, row, skipped, skipped + 1, partial]], dtype=torch.int32)
+    missing = 2**31 - 1 if block != 2**31 - 1 else 0
+    table = torch.tensor([*[missing] * skipped, block, missing], dtype=torch.int32)
     buffers = (query, key, value, table, positions, order, items, num_items)
     to_partials = (partial * DIM, partial) if partial >= 0 else (0, 0)
     to_out = (token * stride, token)
@@ -180,6 +184,6 @@ if __name__ == "__main__":
     copy(far * 40, far, torch.int64)
     for partial in (-1, near, far):
         attend(near, 0, 0, partial, DIM)
-        attend(far, 0, 0, partial, DIM)
+        attend(far, 0, 0, partial, DIM, skipped=3)
         attend(2**31 - 1, 3, 3, partial, 2**30 + DIM)
     print("every address was right")

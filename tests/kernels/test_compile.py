@@ -19,7 +19,7 @@ ATTENTION = [
     "attend bf16, D 80, 16 rows, bidirectional",
     "attend bf16, D 256, 16 rows, window, softcap",
     "attend bf16, D 192/128, many rows",
-    "attend fp32, D 64, 16 rows",
+    "attend fp32, D 64, 16 rows, softcap",
     "attend bf16 over fp8e4nv, D 128, 16 rows",
     "attend fp16 over fp8e5, D 64, 16 rows",
     "attend bf16 over i8, D 128, many rows",

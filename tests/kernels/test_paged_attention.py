@@ -146,15 +146,25 @@ def test_queries_inside_a_shared_run(device):
 def test_softcap_far_beyond_its_cap(dtype, cap, device):
     geometry = Geometry(2, 1, 32, 32, 16, dtype, logit_scale=4000.0 * cap)
     scene = batch([40, 5], [2, 1], geometry, device=device)
-    logits = torch.einsum("hd,khd->hk", scene.query[0].double(), scene.keys[0].expand(-1, 2, -1))
+    logits = torch.einsum(
+        "hd,khd->hk", scene.query[0].double().cpu(), scene.keys[0].expand(-1, 2, -1)
+    )
     assert (logits * scene.scale / cap).abs().max() > 1000
     # On the way to 1 an exponential overflows, of which only the interpreter warns.
     with np.errstate(over="ignore"):
         check(scene, softcap=cap)
 
 
+def test_softcap_far_above_the_logits(device):
+    # 1 - 2 / (exp + 1) alone loses the digits of a small tanh: this failed in float32.
+    check(batch([40, 5], [2, 1], device=device), softcap=300.0)
+
+
 def test_large_logits_without_a_cap(device):
-    check(batch([40, 5], [2, 1], Geometry(logit_scale=3000.0), device=device, split=1.0))
+    scene = batch([40, 5], [2, 1], Geometry(logit_scale=3000.0), device=device)
+    check(scene, tile=SMALL)
+    scene.reads = [(0, 2, 0, 0, 21), (0, 2, 0, 21, TO_THE_END), (2, 1, 1, 0, 5)]
+    check(scene, tile=SMALL)
 
 
 def test_sinks_larger_and_smaller_than_all_logits(device):
@@ -183,7 +193,10 @@ def feature_scene(device, **cutting):
 @pytest.mark.parametrize("call", [attend, twin], ids=lambda call: call.__name__)
 def test_a_feature_switched_off_is_noticed(feature, split, call, device):
     scene = feature_scene(device, split=split)
-    options = FEATURES[feature]
+    options = {
+        name: setting.to(device) if isinstance(setting, torch.Tensor) else setting
+        for name, setting in FEATURES[feature].items()
+    }
     wanted, _ = reference(scene, **options)
     assert error(call(scene, **options)[0], wanted) < TOLERANCE[torch.float32]
     assert error(call(scene)[0], wanted) > 0.02
@@ -228,9 +241,7 @@ def test_e4m3_decoded_by_hand(device, monkeypatch):
     got = paged_attention(
         query, torch.zeros_like(cache), cache, tables, work, positions, scale=1.0, tile=SMALL
     )
-    assert torch.equal(got.flatten(), numbers.float()) or torch.equal(
-        got.flatten().nan_to_num(777.0), numbers.float().nan_to_num(777.0)
-    )
+    assert torch.equal(got.flatten().nan_to_num(777.0), numbers.float().nan_to_num(777.0))
     assert int(got.isnan().sum()) == 2
     geometry = Geometry(3, 1, 32, 32, 16, torch.float16, torch.float8_e4m3fn)
     check(batch([40, 17], [3, 1], geometry, device=device), tile=SMALL)
@@ -261,6 +272,14 @@ def test_splits_in_which_a_window_leaves_nothing(device):
     ]
     check(scene, window=5)
     check(scene, chunk=7)
+
+
+@pytest.mark.parametrize("option", ["window", "chunk"])
+def test_blocks_that_all_queries_have_left_behind_are_not_used(option, device):
+    scene = batch([50], [2], device=device)
+    # As if they were freed and somebody else's by now: only keys from 32 on are left.
+    scene.block_tables[0, :2] = scene.block_tables[0, -1]
+    check(scene, **{option: 16})
 
 
 def test_empty_runs(device):
@@ -294,12 +313,12 @@ def test_neighbours_change_no_bit(device):
     """A row alone, in a full tile, at another place in it, merged or not: the same bits."""
     forest = [Node(32, [Node(7), Node(20), Node(3)])]
     scene = make_scene(5, Geometry(3, 2, 48, 40), forest, [1, 12, 1], device=device, share=0.0)
-    together, lse = attend(scene, tile=SMALL)
+    together, lse = attend(scene, tile=SMALL, window=21)
     for token, (row, position) in enumerate(
         zip(scene.sequence_of, scene.positions.tolist(), strict=True)
     ):
         alone = build_work_list([(token, 1, row, 0, TO_THE_END)], len(scene.query), device=device)
-        out, own_lse = attend(scene, alone, tile=SMALL)
+        out, own_lse = attend(scene, alone, tile=SMALL, window=21)
         assert torch.equal(out[token], together[token]), (token, position)
         assert torch.equal(own_lse[token], lse[token])
 
@@ -324,7 +343,7 @@ def test_splits_at_the_same_keys_give_the_same_bits(device):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_merge_of_one_partial_is_what_the_item_would_have_written(sinks, device):
     scene = batch([30, 17], [5, 1], Geometry(3, 2), device=device)
-    options = {"sinks": torch.randn(6, device=device)} if sinks else {}
+    options = {"sinks": 9 * torch.randn(6, device=device)} if sinks else {}
     direct = scene.work()
     assert direct.num_partials == 0
     items = direct.items.clone()
@@ -357,7 +376,9 @@ def test_fixed_buffers_with_room_to_spare(device):
         work = scene.work()
         if room is None:
             room = work.padded(16, 8, 24, 5)
-            room.items[int(room.num_items) :] = -7
+            # What a surplus program would write, if it did not exit.
+            surplus = torch.tensor([0, 1, 0, 0, 5, -1], dtype=torch.int32, device=device)
+            room.items[int(room.num_items) :] = surplus
         else:
             room.copy_(work)
         spare = torch.full((4, *scene.query.shape[1:]), torch.nan, device=device)
@@ -428,4 +449,4 @@ def test_takes_tensors_that_require_grad(device):
     for call in (attend, twin):
         out, _ = call(tracked)
         assert not out.requires_grad
-        assert error(out, wanted.double()) < 1e-6
+        assert error(out, wanted.double().cpu()) < 1e-6
