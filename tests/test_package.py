@@ -20,17 +20,18 @@ ALLOWED = {
     "native": {"native", "folders"},
     "attention": {"attention", "cache", "native"},
     "decoding": {"decoding"},
-    "model": {"model", "attention", "cache", "folders", "native"},
+    "model": {"model", "attention", "cache", "devices", "folders", "memory", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "programs": {"programs", "model", "cache", "decoding", "engine"},
     "llm": {"memory", "model", "attention", "cache", "decoding", "engine", "programs"},
+    "devices": set(),
     "memory": set(),
     "workloads": {"workloads"},
     "errors": set(),
     "folders": set(),
     "config": {"cache"},  # for types alone, see below
     "cli": {"cli", "llm", "memory", "native", "model", "attention", "cache", "decoding", "engine"}
-    | {"workloads"},
+    | {"workloads", "devices"},
 }
 
 
