@@ -17,13 +17,14 @@ from radixkv.attention import choose_backend, parse_kv_dtype
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
+from radixkv.devices import resolve_device
 from radixkv.engine import Engine, ModelRunner, Request, RequestOutput, TokenDelta, output_of
 from radixkv.engine.beams import Params
-from radixkv.engine.graphs import DecodeGraphs
+from radixkv.engine.graphs import NEEDS_GPU, DecodeGraphs
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
-from radixkv.errors import RequestError
+from radixkv.errors import ConfigError, RequestError
 from radixkv.memory import parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_on, render_chat
@@ -111,6 +112,9 @@ class LLM:
         stored = parse_kv_dtype(kv_dtype)
         if seed is not None:
             SamplingParams(seed=seed)
+        loads = not isinstance(model, LoadedModel)
+        if cuda_graphs and loads and resolve_device(device).type == "cpu":
+            raise ConfigError(NEEDS_GPU)
         model = load_on(device, model, dtype, progress=progress)
         self.loaded = model
         self.seed = seed

@@ -23,7 +23,7 @@ ALLOWED = {
     "model": {"model", "attention", "cache", "devices", "folders", "memory", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "programs": {"programs", "model", "cache", "decoding", "engine"},
-    "llm": {"memory", "model", "attention", "cache", "decoding", "engine", "programs"},
+    "llm": {"devices", "memory", "model", "attention", "cache", "decoding", "engine", "programs"},
     "devices": set(),
     "memory": set(),
     "workloads": {"workloads"},

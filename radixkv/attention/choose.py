@@ -22,6 +22,6 @@ def choose_backend(store: KVStore) -> AttentionBackend:
     """
     if store.device.type == "cuda":
         return TritonBackend(store)
-    if store.kv_dtype is torch.bfloat16 and native.has_attention():
+    if store.dtype is store.kv_dtype is torch.bfloat16 and native.has_attention():
         return NativeBackend(store)
     return TorchBackend(store)

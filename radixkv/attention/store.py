@@ -112,8 +112,10 @@ class KVStore:
         return self.keys if side == "key" else self.values
 
     def kept(self, side: Side, layer: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Keys or values (..., kv_heads, dim) as the store keeps them; the largest stands for all
-        that are larger."""
+        """Keys or values (..., kv_heads, dim) as the store keeps them.
+
+        In 8 bits, what is too large becomes the largest number.
+        """
         if not self.quantized:
             return numbers.to(self.kv_dtype)
         if (scale := self.scales.get((side, layer))) is not None:
@@ -123,9 +125,7 @@ class KVStore:
 
     def restored(self, side: Side, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         """Keys or values (..., kv_heads, dim) that the store kept, as attention computes."""
-        if not self.quantized:
-            return numbers
-        if (scale := self.scales.get((side, layer))) is None:
+        if (scale := self.scales.get((side, layer))) is None or not self.quantized:
             return numbers.to(self.dtype)
         return (numbers.float() * scale[:, None]).to(self.dtype)
 

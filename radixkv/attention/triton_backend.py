@@ -107,7 +107,6 @@ class TritonBackend:
         _refuse_unfit(store)
         self.store = store
         self._target = target_of(store.device)
-        self._kv_heads = max(shape.kv_heads for shape in store.layers)
         if cost is None:
             tiles = [self._tile(shape, rows) for shape in store.layers for rows in (1, MANY_ROWS)]
             tile = max(tile.tokens for tile in tiles)

@@ -26,6 +26,8 @@ from radixkv.model.function_adapter import FunctionAdapter
 
 logger = logging.getLogger(__name__)
 
+NEEDS_GPU = "cuda_graphs=True needs a model on a GPU; leave it off"
+
 # Up to this size every power of two has a graph, from there on every multiple.
 STEP_OF_SIZES = 16
 # What a work list has room for. A forest has fewer inner nodes than leaves, and each is cut into
@@ -171,7 +173,7 @@ class DecodeGraphs:
         capture: Capture = capture_on_gpu,
     ) -> None:
         if not isinstance(backend, TritonBackend):
-            raise ConfigError("cuda_graphs=True needs a model on a GPU; leave it off")
+            raise ConfigError(NEEDS_GPU)
         if not isinstance(adapter, FunctionAdapter) or adapter.max_positions is not None:
             raise ConfigError(
                 "cuda_graphs=True: this model's forward pass depends on more than its inputs' "

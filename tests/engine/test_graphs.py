@@ -198,6 +198,8 @@ def test_what_cannot_be_recorded_is_said_once(
 def test_graphs_are_refused_where_there_can_be_none(make_llm: MakeLLM, make_graph_llm: Any) -> None:
     with pytest.raises(ConfigError, match="needs a model on a GPU"):
         make_llm(cuda_graphs=True)
+    with pytest.raises(ConfigError, match="needs a model on a GPU"):
+        LLM("./there is no such model", device="cpu", cuda_graphs=True)
     _, made = make_graph_llm()
     made.adapter.max_positions = 100
     try:
