@@ -16,8 +16,9 @@ ROOT = Path(radixkv.__file__).parent
 FLOORS = ["cache", "attention", "model", "engine", "programs", "llm", "cli"]
 EVERYWHERE = {"errors", "config"}
 ALLOWED = {
-    "cache": {"cache"},
-    "native": {"native", "folders"},
+    "cache": {"cache", "compiled"},
+    "compiled": {"folders"},
+    "native": {"native", "compiled", "folders"},
     "attention": {"attention", "cache", "native"},
     "decoding": {"decoding"},
     "model": {"model", "attention", "cache", "folders", "native"},

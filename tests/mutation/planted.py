@@ -128,7 +128,7 @@ PLANTED = [
     ),
     Planted(
         "ephemeral blocks wait like all others",
-        "eviction.py",
+        "policies.py",
         "return (not node.retention.ephemeral, node.last_used)",
         "return (node.last_used,)",
         "test_eviction.py::test_who_goes_first",
@@ -202,6 +202,7 @@ PLANTED = [
         "copies.py",
         "if not waves or order.source in waves[-1]:",
         "if not waves:",
+        "test_copies.py::test_waves",
     ),
     Planted(
         "a fork does not copy its half-computed block",
