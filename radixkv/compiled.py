@@ -65,8 +65,13 @@ def use_compiled(search_path: list[str]) -> bool:
     bool
         Whether they are.
     """
-    folder = compiled_folder()
-    if not folder.is_dir():
+    try:
+        folder = compiled_folder()
+        found = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # No home folder, or sources that are no files.
+        logger.info("the cache runs as Python: %s", error)
+        return False
+    if not found:
         logger.info("the cache is not compiled; python -m radixkv.native.build compiles it")
         return False
     try:
@@ -82,9 +87,11 @@ def use_compiled(search_path: list[str]) -> bool:
 def _load(library: Path) -> None:
     """Import what all compiled modules share, by the name that they know it by."""
     name = library.name.removesuffix(SUFFIX)
+    if name in sys.modules:
+        return
     spec = importlib.util.spec_from_file_location(name, library)
     if spec is None or spec.loader is None:
         raise ImportError(f"{library} is not an extension module")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     spec.loader.exec_module(module)
+    sys.modules[name] = module

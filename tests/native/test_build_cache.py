@@ -92,6 +92,19 @@ def test_a_library_that_does_not_load_is_said_and_done_without(folder: Path) -> 
     assert "the compiled cache cannot be loaded, Python's is used" in done.stderr
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError("not yours")])
+def test_a_user_without_a_folder_can_import_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_folder() -> Path:
+        raise error
+
+    monkeypatch.setattr(compiled, "cache_folder", no_folder)
+    search_path = ["here"]
+    assert not compiled.use_compiled(search_path)
+    assert search_path == ["here"]
+
+
 def test_no_mypyc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NativeBuildError, match=r"pip install 'mypy\[mypyc\]'"):
