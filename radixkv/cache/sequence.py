@@ -218,6 +218,8 @@ class Sequence:
             self._copy_on_write(index, blocks.pop(0), offset)
         else:
             blocks = allocator.allocate(missing)
+            if offset and allocator.late:
+                allocator.spare_late(self.table[index], offset)
         self.table += blocks
         self.data += data
 

@@ -198,6 +198,13 @@ PLANTED = [
         "waves[-1][order.source] = order.target",
     ),
     Planted(
+        "a late copy undoes what its holder wrote anew",
+        "sequence.py",
+        "if offset and allocator.late:",
+        "if False:",
+        "test_pending.py::test_a_late_copy_ends_where_its_holder_writes_anew",
+    ),
+    Planted(
         "a chain of copies is made at once",
         "copies.py",
         "if not waves or order.source in waves[-1]:",
