@@ -1,0 +1,146 @@
+"""Grammars: compiled for a vocabulary, and how far a text has come in one.
+
+xgrammar does the work: a pushdown automaton over bytes, with masks over the vocabulary computed
+ahead (Dong et al., "XGrammar: Flexible and Efficient Structured Generation Engine for Large
+Language Models", 2024). It is imported with the first grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarMatcher
+
+Mask = NDArray[np.int32]
+"""One bit a token, the lowest bit of a word first; int32 (words,). Never changed once made."""
+
+
+class Grammar:
+    """A grammar that was compiled for a vocabulary. Immutable; shared by all that obey it.
+
+    Parameters
+    ----------
+    compiled : xgrammar.CompiledGrammar
+        For a vocabulary of one token more than the model's, which alone ends a text: so whatever
+        xgrammar allows of the model's own tokens it allows as text.
+    vocab_size : int
+        The model's.
+    """
+
+    __slots__ = ("compiled", "vocab_size")
+
+    def __init__(self, compiled: CompiledGrammar, vocab_size: int) -> None:
+        self.compiled = compiled
+        self.vocab_size = vocab_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return int(self.compiled.memory_size_bytes)
+
+    def start(self, end_tokens: Iterable[int] = ()) -> GrammarState:
+        """The state of an empty text.
+
+        Parameters
+        ----------
+        end_tokens : iterable of int
+            Tokens that end a text and are no part of it.
+        """
+        from xgrammar import GrammarMatcher
+
+        return GrammarState(GrammarMatcher(self.compiled), self.vocab_size, end_tokens)
+
+
+class GrammarState:
+    """How far one text has come in its grammar, and what may follow.
+
+    Parameters
+    ----------
+    matcher : xgrammar.GrammarMatcher
+    vocab_size : int
+    end_tokens : iterable of int
+
+    Attributes
+    ----------
+    allowed : (words,) int32
+        Tokens that may come next, packed: those whose text the grammar can go on with and, where
+        the text may end, the end tokens, which are allowed nowhere else.
+    complete : bool
+        Whether the text may end here.
+    ended : bool
+        Whether it may end here, and no text can follow.
+    """
+
+    __slots__ = ("_ends", "_matcher", "_texts", "allowed", "complete", "ended")
+
+    def __init__(self, matcher: GrammarMatcher, vocab_size: int, end_tokens: Iterable[int]) -> None:
+        self._matcher = matcher
+        self._ends = packed(end_tokens, vocab_size)
+        self._texts: Mask = packed(range(vocab_size), vocab_size) & ~self._ends
+        self._look()
+
+    def push(self, token_id: int) -> None:
+        """Go on by a token of text, one of those allowed.
+
+        Raises
+        ------
+        RuntimeError
+            If the grammar does not allow it.
+        """
+        if not self._matcher.accept_token(token_id):
+            raise RuntimeError(f"the grammar does not allow token {token_id} here")
+        self._look()
+
+    def copy(self) -> GrammarState:
+        """Return an independent copy, for a branch that goes on with other tokens."""
+        twin = object.__new__(GrammarState)
+        for name in GrammarState.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin._matcher = self._matcher.fork()
+        return twin
+
+    def _look(self) -> None:
+        row = np.zeros((1, len(self._texts)), np.int32)
+        self._matcher.fill_next_token_bitmask(row)
+        texts: Mask = row[0] & self._texts
+        self.complete = bool(self._matcher.is_completed())
+        self.ended = self.complete and not texts.any()
+        self.allowed: Mask = texts | self._ends if self.complete else texts
+
+
+def packed(tokens: Iterable[int], vocab_size: int) -> Mask:
+    """A mask with these tokens' bits, with a word's room for the token behind the vocabulary."""
+    bits = np.zeros((vocab_size // 32 + 1) * 32, np.bool_)
+    ids = np.fromiter(tokens, np.int64)
+    bits[ids[ids < vocab_size]] = True
+    mask: Mask = np.packbits(bits, bitorder="little").view(np.int32)
+    return mask
+
+
+def forbid_all_but(logits: Tensor, allowed: Iterable[tuple[int, Mask]]) -> None:
+    """Set what rows' masks do not allow to -inf, for all of them at once.
+
+    Parameters
+    ----------
+    logits : (rows, vocab) float32, contiguous
+        Changed in place, in the rows that are named; other rows are not read.
+    allowed : iterable of (row, mask)
+    """
+    from xgrammar import apply_token_bitmask_inplace
+
+    rows, masks = zip(*allowed, strict=True)
+    bitmask = torch.zeros(len(logits), len(masks[0]), dtype=torch.int32)
+    bitmask[list(rows)] = torch.from_numpy(np.stack(masks))
+    known = min(logits.shape[1], bitmask.shape[1] * 32)
+    apply_token_bitmask_inplace(
+        logits, bitmask.to(logits.device), vocab_size=known, indices=list(rows)
+    )
+    if known < logits.shape[1]:
+        logits[list(rows), known:] = -torch.inf
