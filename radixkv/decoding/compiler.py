@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixkv.decoding.constraint import Constraint
 from radixkv.decoding.grammar import Grammar
-from radixkv.decoding.vocabulary import token_texts
+from radixkv.decoding.vocabulary import Vocabulary, token_texts
 from radixkv.errors import RequestError
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class GrammarCompiler:
 
     Parameters
     ----------
-    tokenizer : tokenizer of transformers, or None
-        None refuses every grammar. Read with the first grammar; see `token_texts`.
+    tokenizer : tokenizer of transformers, Vocabulary, or None
+        Read with the first grammar; see `token_texts`. None refuses every grammar.
     vocab_size : int
         The model's.
     limits : GrammarLimits
@@ -67,6 +67,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiler: Compiler | None = None
+        self._vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else None
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
@@ -144,7 +145,12 @@ class GrammarCompiler:
         return outcome[0]
 
     def _checked(self, constraint: Constraint, compiled: CompiledGrammar) -> Grammar:
-        grammar = Grammar(compiled, self._vocab_size)
+        vocabulary = self._vocabulary
+        assert vocabulary is not None
+        # JSON on one line has no control characters, but for strings of limited length xgrammar
+        # allows them.
+        json = constraint.kind == "json_schema"
+        grammar = Grammar(compiled, vocabulary, vocabulary.printable if json else vocabulary.all)
         if grammar.num_bytes > self.limits.max_compiled_bytes:
             raise RequestError(
                 f"{constraint.name} takes {grammar.num_bytes} bytes once it is compiled, and a "
@@ -161,9 +167,11 @@ class GrammarCompiler:
             from xgrammar import GrammarCompiler as Compiler
             from xgrammar import TokenizerInfo, VocabType
 
-            texts = token_texts(self._tokenizer, self._vocab_size)
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(token_texts(self._tokenizer, self._vocab_size))
             # One token more, which ends a text: see `Grammar`.
-            info = TokenizerInfo([*texts, b""], VocabType.RAW, stop_token_ids=[self._vocab_size])
+            texts = [*self._vocabulary.texts, b""]
+            info = TokenizerInfo(texts, VocabType.RAW, stop_token_ids=[self._vocab_size])
             self._compiler = Compiler(info, max_threads=1, cache_enabled=False)
         return self._compiler
 

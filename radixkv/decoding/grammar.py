@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from radixkv.decoding.vocabulary import Mask, Vocabulary
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
-
-Mask = NDArray[np.int32]
-"""One bit a token, the lowest bit of a word first; int32 (words,). Never changed once made."""
 
 
 class Grammar:
@@ -30,15 +28,17 @@ class Grammar:
     compiled : xgrammar.CompiledGrammar
         For a vocabulary of one token more than the model's, which alone ends a text: so whatever
         xgrammar allows of the model's own tokens it allows as text.
-    vocab_size : int
-        The model's.
+    vocabulary : Vocabulary
+    tokens : (words,) int32
+        Those of its tokens that may come at all.
     """
 
-    __slots__ = ("compiled", "vocab_size")
+    __slots__ = ("compiled", "tokens", "vocabulary")
 
-    def __init__(self, compiled: CompiledGrammar, vocab_size: int) -> None:
+    def __init__(self, compiled: CompiledGrammar, vocabulary: Vocabulary, tokens: Mask) -> None:
         self.compiled = compiled
-        self.vocab_size = vocab_size
+        self.vocabulary = vocabulary
+        self.tokens = tokens
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Grammar:
         """
         from xgrammar import GrammarMatcher
 
-        return GrammarState(GrammarMatcher(self.compiled), self.vocab_size, end_tokens)
+        return GrammarState(self, GrammarMatcher(self.compiled), end_tokens)
 
 
 class GrammarState:
@@ -63,8 +63,9 @@ class GrammarState:
 
     Parameters
     ----------
+    grammar : Grammar
     matcher : xgrammar.GrammarMatcher
-    vocab_size : int
+        At its beginning.
     end_tokens : iterable of int
 
     Attributes
@@ -78,13 +79,16 @@ class GrammarState:
         Whether it may end here, and no text can follow.
     """
 
-    __slots__ = ("_ends", "_matcher", "_texts", "allowed", "complete", "ended")
+    __slots__ = ("_ends", "_matcher", "_texts", "_vocabulary", "allowed", "complete", "ended")
 
-    def __init__(self, matcher: GrammarMatcher, vocab_size: int, end_tokens: Iterable[int]) -> None:
+    def __init__(
+        self, grammar: Grammar, matcher: GrammarMatcher, end_tokens: Iterable[int]
+    ) -> None:
         self._matcher = matcher
-        self._ends = packed(end_tokens, vocab_size)
-        self._texts: Mask = packed(range(vocab_size), vocab_size) & ~self._ends
-        self._look()
+        self._vocabulary = grammar.vocabulary
+        self._ends = grammar.vocabulary.packed(end_tokens)
+        self._texts: Mask = grammar.tokens & ~self._ends
+        self._look(self._texts)
 
     def push(self, token_id: int) -> None:
         """Go on by a token of text, one of those allowed.
@@ -96,7 +100,9 @@ class GrammarState:
         """
         if not self._matcher.accept_token(token_id):
             raise RuntimeError(f"the grammar does not allow token {token_id} here")
-        self._look()
+        within_surrogate = token_id in self._vocabulary.surrogate_starts
+        ends = self._vocabulary.surrogate_ends
+        self._look(self._texts & ~ends if within_surrogate else self._texts)
 
     def copy(self) -> GrammarState:
         """Return an independent copy, for a branch that goes on with other tokens."""
@@ -106,22 +112,13 @@ class GrammarState:
         twin._matcher = self._matcher.fork()
         return twin
 
-    def _look(self) -> None:
-        row = np.zeros((1, len(self._texts)), np.int32)
+    def _look(self, possible: Mask) -> None:
+        row = np.zeros((1, len(possible)), np.int32)
         self._matcher.fill_next_token_bitmask(row)
-        texts: Mask = row[0] & self._texts
+        texts: Mask = row[0] & possible
         self.complete = bool(self._matcher.is_completed())
         self.ended = self.complete and not texts.any()
         self.allowed: Mask = texts | self._ends if self.complete else texts
-
-
-def packed(tokens: Iterable[int], vocab_size: int) -> Mask:
-    """A mask with these tokens' bits, with a word's room for the token behind the vocabulary."""
-    bits = np.zeros((vocab_size // 32 + 1) * 32, np.bool_)
-    ids = np.fromiter(tokens, np.int64)
-    bits[ids[ids < vocab_size]] = True
-    mask: Mask = np.packbits(bits, bitorder="little").view(np.int32)
-    return mask
 
 
 def forbid_all_but(logits: Tensor, allowed: Iterable[tuple[int, Mask]]) -> None:

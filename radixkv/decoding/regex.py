@@ -1,9 +1,10 @@
 r"""Regular expressions: what xgrammar would read in another way than `re` is refused or rewritten.
 
-xgrammar reads ECMAScript's dialect and always matches the whole text. Three things it lets pass
-with no more than a warning, or reads otherwise: anchors inside (dropped), escapes that it does not
-know (``\A`` is an "A"), and the dot, which matches a newline there. What it refuses by itself, such
-as look-around and back-references, is reported when it is compiled.
+xgrammar reads ECMAScript's dialect and always matches the whole text. Some things it lets pass with
+no more than a warning, or reads otherwise: anchors inside (dropped), escapes that it does not know
+(``\A`` is an "A"), the dot, which matches a newline there, and ``\s``, which matches a byte order
+mark. What it refuses by itself, such as look-around and back-references, is reported when it is
+compiled.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ CLASSES = "dDwWsS"
 CONTROLS = "nrtfv0"
 CODES = "xuc"
 DOT = r"[^\n]"
+SPACES = r" \t\n\r\f\v"
 
 
 def checked_regex(pattern: str, name: str = "regex") -> str:
-    """The pattern as xgrammar is to have it: without anchors, and with a dot as `re` has it.
+    """The pattern as xgrammar is to have it: what it matches, `re` does with ``re.ASCII``.
 
     Raises
     ------
@@ -39,6 +41,8 @@ def checked_regex(pattern: str, name: str = "regex") -> str:
                     rf"it out, or write \{piece} for the character"
                 )
             continue
+        if piece == r"\s":
+            piece = SPACES if inside else f"[{SPACES}]"
         written.append(DOT if piece == "." and not inside else piece)
     return "".join(written)
 

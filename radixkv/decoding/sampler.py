@@ -18,11 +18,12 @@ from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.draw import draw
 from radixkv.decoding.edits import LogitEdits
 from radixkv.decoding.filters import weigh
-from radixkv.decoding.grammar import Mask, forbid_all_but
+from radixkv.decoding.grammar import forbid_all_but
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import uniforms
 from radixkv.decoding.rowwise import argmax
+from radixkv.decoding.vocabulary import Mask
 
 
 class SamplingRow(NamedTuple):

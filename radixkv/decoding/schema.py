@@ -90,6 +90,8 @@ class _Checker:
         _check_numbers(schema, place)
         _check_objects(schema, place)
         for name, inner in _schemas_within(schema, place):
+            if name == "propertyNames" and isinstance(inner, Mapping):
+                inner = {"type": "string", **inner}
             self.check(inner, f"{place}/{name}", depth + 1)
 
     def _check_alternatives(self, schema: Schema, place: str) -> None:

@@ -4,17 +4,71 @@ A grammar speaks of bytes, a model of tokens. xgrammar reads from a tokenizer of
 its vocabulary is spelt; that is checked here against what the tokenizer itself decodes, because a
 vocabulary that is read in the wrong spelling gives text that the grammar never allowed. Special
 tokens have no text.
+
+Two kinds of text are kept out on top of what a grammar says, because xgrammar lets them in: control
+characters in JSON's strings of limited length, and surrogates, which UTF-8 has no bytes for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from radixkv.errors import UnsupportedParameterError
 
 SAMPLE = 2048
 """Tokens whose text is checked, spread over the vocabulary; a smaller one is checked whole."""
+
+CONTROL = re.compile(rb"[\x00-\x1f]")
+SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+
+Mask = NDArray[np.int32]
+"""One bit a token, the lowest bit of a word first; int32 (words,). Never changed once made."""
+
+
+class Vocabulary:
+    """The texts of a model's tokens, and which of them need care. Immutable.
+
+    Parameters
+    ----------
+    texts : sequence of bytes, (vocab_size,)
+
+    Attributes
+    ----------
+    texts : list of bytes
+        None for tokens that hold a surrogate.
+    all, printable : (words,) int32
+        All tokens, and those without a control character.
+    surrogate_starts : frozenset of int
+        Tokens whose last byte may begin a surrogate.
+    surrogate_ends : (words,) int32
+        Tokens whose first byte would go on with one, behind these.
+    """
+
+    __slots__ = ("all", "printable", "surrogate_ends", "surrogate_starts", "texts")
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.texts = [b"" if SURROGATE.search(text) else text for text in texts]
+        each = list(enumerate(self.texts))
+        self.all = self.packed(range(len(each)))
+        self.printable = self.packed(i for i, text in each if not CONTROL.search(text))
+        self.surrogate_starts = frozenset(i for i, text in each if text[-1:] == b"\xed")
+        self.surrogate_ends = self.packed(i for i, text in each if b"\xa0" <= text[:1] <= b"\xbf")
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def packed(self, tokens: Iterable[int]) -> Mask:
+        """A mask with these tokens' bits, with room for one token behind the vocabulary."""
+        bits = np.zeros((len(self) // 32 + 1) * 32, np.bool_)
+        ids = np.fromiter(tokens, np.int64)
+        bits[ids[ids < len(self)]] = True
+        mask: Mask = np.packbits(bits, bitorder="little").view(np.int32)
+        return mask
 
 
 def token_texts(tokenizer: Any, vocab_size: int) -> list[bytes]:
