@@ -7,7 +7,7 @@ Language Models", 2024). It is imported with the first grammar.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,23 +121,24 @@ class GrammarState:
         self.allowed: Mask = texts | self._ends if self.complete else texts
 
 
-def forbid_all_but(logits: Tensor, allowed: Iterable[tuple[int, Mask]]) -> None:
+def forbid_all_but(logits: Tensor, allowed: Sequence[tuple[int, Mask]]) -> None:
     """Set what rows' masks do not allow to -inf, for all of them at once.
+
+    xgrammar's own operator for CPUs (0.2.9) writes behind the last row of some small vocabularies,
+    so the bits are unpacked here.
 
     Parameters
     ----------
-    logits : (rows, vocab) float32, contiguous
+    logits : (rows, vocab) float32
         Changed in place, in the rows that are named; other rows are not read.
-    allowed : iterable of (row, mask)
+    allowed : sequence of (row, mask)
+        Bits that a mask has no word for are not allowed.
     """
-    from xgrammar import apply_token_bitmask_inplace
-
-    rows, masks = zip(*allowed, strict=True)
-    bitmask = torch.zeros(len(logits), len(masks[0]), dtype=torch.int32)
-    bitmask[list(rows)] = torch.from_numpy(np.stack(masks))
-    known = min(logits.shape[1], bitmask.shape[1] * 32)
-    apply_token_bitmask_inplace(
-        logits, bitmask.to(logits.device), vocab_size=known, indices=list(rows)
-    )
-    if known < logits.shape[1]:
-        logits[list(rows), known:] = -torch.inf
+    packed = np.stack([mask for _, mask in allowed]).view(np.uint8)
+    bits = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    if len(allowed) == len(logits):
+        logits.masked_fill_(forbidden, -torch.inf)
+        return
+    rows = torch.tensor([row for row, _ in allowed], device=logits.device)
+    logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)

@@ -34,6 +34,7 @@ from radixkv.decoding import (
     TextStream,
     sample,
 )
+from radixkv.decoding.grammar import forbid_all_but
 from radixkv.decoding.vocabulary import token_texts
 from radixkv.errors import UnsupportedParameterError
 
@@ -146,6 +147,21 @@ def test_rows_without_a_grammar_are_what_they_are_without_the_others(temperature
     # The model's own, whatever the grammar forbids.
     listed = [line.top for line in after.logprobs if line is not None]
     assert listed == [line.top for line in before.logprobs if line is not None]
+
+
+def test_nothing_is_written_behind_the_last_row() -> None:
+    """xgrammar 0.2.9's operator wrote one float behind it, where 6 tokens were masked to one."""
+    for vocab in range(3, 40):
+        compiler = compiler_of(*(chr(97 + i) for i in range(26)), vocab_size=vocab)
+        grammar = compiler.compile(Constraint("regex", "regex", "[abc]"))
+        memory = torch.full((3 * vocab + 64,), 7.0)
+        logits = memory[32:-32].view(3, vocab)
+        forbid_all_but(logits, [(0, grammar.start().allowed), (2, grammar.start().allowed)])
+        assert (memory == 7).nonzero()[:, 0].tolist() == [
+            *range(32 + 3),
+            *range(32 + vocab, 32 + 2 * vocab + 3),
+            *range(32 + 3 * vocab, len(memory)),
+        ]
 
 
 def test_logits_beyond_the_vocabulary_are_forbidden_too() -> None:
