@@ -193,14 +193,20 @@ def test_beams_follow_no_grammar() -> None:
 # -- the fake model ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_blocks", [64, 9])
+@pytest.mark.parametrize("num_blocks", [200, 16])
 def test_every_text_is_what_a_model_without_cache_says(num_blocks: int) -> None:
     engine = make(num_blocks=num_blocks, block_size=2, max_num_batched_tokens=5)
-    patterns = ["(a|bb)*", "a{3,6}b*", "(ab)+", "[ab]{4}"]
+    patterns = ["(a|bb)*", "a{3,6}b*", "(ab)+", "[ab]{8}"]
     requests = [
         engine.add_request(
             [1, 2, 3, index % 3],
-            SamplingParams(regex=patterns[index % 4], max_tokens=6, seed=index, n=1 + index % 2),
+            SamplingParams(
+                regex=patterns[index % 4],
+                max_tokens=12,
+                seed=index,
+                n=1 + index % 2,
+                ignore_eos=index % 3 == 0,
+            ),
         )
         for index in range(12)
     ]
@@ -212,7 +218,7 @@ def test_every_text_is_what_a_model_without_cache_says(num_blocks: int) -> None:
             ended = branch.stream.finish_reason
             matched = re.fullmatch(str(request.params.regex), branch.stream.text)
             assert matched if ended == "stop" else ended == "length"
-    assert (engine.counters.preemptions > 0) == (num_blocks == 9)
+    assert (engine.counters.preemptions > 0) == (num_blocks == 16)
     check_over(engine)
 
 
