@@ -100,9 +100,8 @@ class GrammarState:
         """
         if not self._matcher.accept_token(token_id):
             raise RuntimeError(f"the grammar does not allow token {token_id} here")
-        within_surrogate = token_id in self._vocabulary.surrogate_starts
-        ends = self._vocabulary.surrogate_ends
-        self._look(self._texts & ~ends if within_surrogate else self._texts)
+        broken = self._vocabulary.broken_behind.get(token_id)
+        self._look(self._texts if broken is None else self._texts & ~broken)
 
     def copy(self) -> GrammarState:
         """Return an independent copy, for a branch that goes on with other tokens."""

@@ -6,7 +6,8 @@ vocabulary that is read in the wrong spelling gives text that the grammar never 
 tokens have no text.
 
 Two kinds of text are kept out on top of what a grammar says, because xgrammar lets them in: control
-characters in JSON's strings of limited length, and surrogates, which UTF-8 has no bytes for.
+characters in JSON's strings of limited length, and bytes that are no UTF-8 (surrogates, and what
+negated classes match).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ SAMPLE = 2048
 """Tokens whose text is checked, spread over the vocabulary; a smaller one is checked whole."""
 
 CONTROL = re.compile(rb"[\x00-\x1f]")
-SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+# First bytes of a character, and the second bytes behind them that make it none.
+BROKEN = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F), 0xF4: (0x90, 0xBF)}
+LEADS = frozenset(bytes([lead]) for lead in BROKEN)
+NO_CHARACTER = re.compile(b"|".join(b"%c[%c-%c]" % (lead, *ends) for lead, ends in BROKEN.items()))
 
 Mask = NDArray[np.int32]
 """One bit a token, the lowest bit of a word first; int32 (words,). Never changed once made."""
@@ -40,24 +44,25 @@ class Vocabulary:
     Attributes
     ----------
     texts : list of bytes
-        None for tokens that hold a surrogate.
+        None for tokens that hold what is no character.
     all, printable : (words,) int32
         All tokens, and those without a control character.
-    surrogate_starts : frozenset of int
-        Tokens whose last byte may begin a surrogate.
-    surrogate_ends : (words,) int32
-        Tokens whose first byte would go on with one, behind these.
+    broken_behind : dict of int to (words,) int32
+        Of tokens whose last byte begins a character: those whose first byte makes it none.
     """
 
-    __slots__ = ("all", "printable", "surrogate_ends", "surrogate_starts", "texts")
+    __slots__ = ("all", "broken_behind", "printable", "texts")
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        self.texts = [b"" if SURROGATE.search(text) else text for text in texts]
+        self.texts = [b"" if NO_CHARACTER.search(text) else text for text in texts]
         each = list(enumerate(self.texts))
         self.all = self.packed(range(len(each)))
         self.printable = self.packed(i for i, text in each if not CONTROL.search(text))
-        self.surrogate_starts = frozenset(i for i, text in each if text[-1:] == b"\xed")
-        self.surrogate_ends = self.packed(i for i, text in each if b"\xa0" <= text[:1] <= b"\xbf")
+        seconds = {
+            lead: self.packed(i for i, text in each if text and low <= text[0] <= high)
+            for lead, (low, high) in BROKEN.items()
+        }
+        self.broken_behind = {i: seconds[text[-1]] for i, text in each if text[-1:] in LEADS}
 
     def __len__(self) -> int:
         return len(self.texts)

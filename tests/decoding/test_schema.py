@@ -113,6 +113,7 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
         # As ECMAScript has them.
         pattern = schema.get("pattern", "").replace(r"\s", r"[\s\ufeff]")
         pattern = pattern.replace(r"\W", "[^A-Za-z0-9_]")
+        pattern = pattern.replace(r"\D", "[^0-9]")
         if schema.get("format") == "date":
             pattern = r"^\d{4}-\d\d-\d\d$"
         return low <= len(value) <= high and re.search(pattern, value) is not None
