@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 # The tests share helpers that are no package: pytest imports test files by path.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 
 CORPUS = [
     "Hello, world! The quick brown fox jumps over the lazy dog. The end.",
