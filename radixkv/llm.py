@@ -16,7 +16,13 @@ from transformers import TokenizersBackend
 from radixkv.attention import KVStore, choose_backend
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
+from radixkv.decoding import (
+    BeamSearchParams,
+    GrammarCompiler,
+    GrammarLimits,
+    SamplingParams,
+    Tokenizer,
+)
 from radixkv.engine import Engine, ModelRunner, Request, RequestOutput, TokenDelta, output_of
 from radixkv.engine.beams import Params
 from radixkv.engine.interrupts import DeferredInterrupts
@@ -58,6 +64,8 @@ class LLM:
         "lru", "plain-lru", "fifo" or "priority".
     max_num_seqs, max_num_batched_tokens, max_model_len : int
         See `EngineConfig`.
+    grammar_limits : GrammarLimits, optional
+        What a JSON schema, regular expression or grammar may cost.
     progress : callable, optional
         Called with a line before each long step of loading.
 
@@ -84,6 +92,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        grammar_limits: GrammarLimits | None = None,
         progress: Progress | None = None,
     ) -> None:
         engine_config = EngineConfig(
@@ -127,6 +136,7 @@ class LLM:
                 max_model_len=context,
                 tokenizer=_decoder(model.tokenizer),
                 eos_token_ids=model.eos_token_ids,
+                grammars=GrammarCompiler(model.tokenizer, model.vocab_size, grammar_limits),
             )
         except BaseException:
             self._give_back()

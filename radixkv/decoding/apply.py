@@ -2,7 +2,8 @@
 
 The order is vLLM's:
 
-1. ``allowed_token_ids``: all other tokens are forbidden;
+1. ``allowed_token_ids``: all other tokens are forbidden (so is, before this, what a grammar does
+   not allow; see `forbid_all_but`);
 2. ``bad_words``, ``bad_words_ids``, a bias of -100, and, while ``min_tokens`` are missing, the
    tokens that stop: these are forbidden;
 3. ``logit_bias``: all other biases are added;

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from radixkv.decoding import checks
 from radixkv.decoding.biases import TokenBiases
+from radixkv.decoding.constraint import Constraint, constraint_of, grammar_text, schema_text
 from radixkv.decoding.unknown import names_unknown_keywords
 from radixkv.errors import RequestError
 
@@ -14,6 +16,8 @@ GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it would only overflow float32."""
 
 MAX_SEED = 2**64 - 1
+
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "json_object", "skip_special_tokens")
 
 
 @names_unknown_keywords
@@ -54,6 +58,16 @@ class SamplingParams:
     allowed_token_ids : sequence of int or None
         The only tokens that may be sampled, so add the end token if it shall be one of them;
         None: all.
+    json_schema : str, mapping, pydantic model's class, or None
+        The text is JSON that is valid by this schema, on one line, with its properties in the
+        schema's order. A schema of which a grammar cannot promise all is refused. Kept as JSON.
+    json_object : bool
+        The text is some JSON object.
+    regex : str or None
+        The whole text matches this regular expression.
+    grammar : str or None
+        The text follows these rules in GBNF, as llama.cpp has it, from the rule ``root``. Of
+        ``json_schema``, ``json_object``, ``regex`` and ``grammar`` one at the most is given.
     seed : int or None
         The same seed gives the same tokens, whatever else is in the batch. None: fresh entropy.
     stop : str or sequence of str
@@ -95,6 +109,10 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -107,6 +125,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every value and bring it to its plain type (numpy scalars are welcome)."""
         plain = {**self._plain_lengths(), **self._plain_filters(), **self._plain_edits()}
+        plain |= self._plain_grammars()
         if self.seed is not None:
             hint = "None draws a fresh one"
             plain["seed"] = checks.integer("seed", self.seed, low=0, high=MAX_SEED, hint=hint)
@@ -118,7 +137,7 @@ class SamplingParams:
             plain["prompt_logprobs"] = checks.integer(
                 "prompt_logprobs", self.prompt_logprobs, low=0, hint=hint
             )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in FLAGS:
             checks.boolean(name, getattr(self, name))
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -126,6 +145,7 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
+        _ = self.constraint  # What it refuses is refused now.
 
     def _plain_lengths(self) -> dict[str, object]:
         return {
@@ -168,6 +188,25 @@ class SamplingParams:
                 )
             plain["allowed_token_ids"] = allowed
         return plain
+
+    def _plain_grammars(self) -> dict[str, object]:
+        plain: dict[str, object] = {}
+        if self.json_schema is not None:
+            plain["json_schema"] = schema_text(self.json_schema)
+        for name in ("regex", "grammar"):
+            if (value := getattr(self, name)) is not None:
+                plain[name] = grammar_text(name, value)
+        return plain
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text must obey, ready to be compiled; None if anything goes."""
+        return constraint_of(
+            json_schema=cast("str | None", self.json_schema),
+            regex=self.regex,
+            grammar=self.grammar,
+            json_object=self.json_object,
+        )
 
     @property
     def greedy(self) -> bool:

@@ -15,6 +15,8 @@ from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
     BeamSearchParams,
+    Grammar,
+    GrammarCompiler,
     LogitEdits,
     SamplingParams,
     SamplingRow,
@@ -43,8 +45,8 @@ from radixkv.errors import (
 CONTEXT_TOKENS = 8
 
 NO_TOKEN_LEFT = (
-    "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample; "
-    "allow more, or forbid less"
+    "grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to "
+    "sample; allow more, or forbid less"
 )
 
 
@@ -62,6 +64,8 @@ class Engine:
         Without one, texts stay empty and stop strings are refused.
     eos_token_ids : iterable of int
         Tokens that end a continuation.
+    grammars : GrammarCompiler, optional
+        Compiles what requests' texts must obey; without one, such requests are refused.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Engine:
         max_model_len: int,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.runner = runner
         self.cache = cache
@@ -85,6 +90,7 @@ class Engine:
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
+        self.grammars = GrammarCompiler(None, vocab_size) if grammars is None else grammars
         self.requests: dict[str, Request] = {}
         self._serial = 0
         self._stopped = False
@@ -123,7 +129,7 @@ class Engine:
         RequestError
             If it cannot be served: empty prompt, token ids out of range, a prompt longer than the
             model's context, a request larger than the pool, an id that is in use, a namespace
-            that is no tuple of strings.
+            that is no tuple of strings, a grammar that cannot be compiled.
         EngineStoppedError
             If the engine was shut down.
         """
@@ -159,6 +165,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             context=tokens[-CONTEXT_TOKENS:].tolist(),
             edits=self._edits(tokens, params),
+            grammar=self._grammar(each),
         )
         branches = range(num_branches(params))
         request.branches = [Branch(request, index, stream.copy()) for index in branches]
@@ -185,12 +192,18 @@ class Engine:
             pool=(self.cache.pool.num_blocks, self.cache.block_size),
         )
         self._edits(tokens[:0], params)  # What it refuses does not depend on the prompt.
+        if isinstance(params, SamplingParams):
+            self._grammar(params)
         return tokens
 
     def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:
         if isinstance(params, BeamSearchParams):
             return None
         return logit_edits(params, prompt, vocab_size=self.vocab_size, tokenizer=self.tokenizer)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        constraint = params.constraint
+        return None if constraint is None else self.grammars.compile(constraint)
 
     def _new_id(self) -> str:
         number = self._serial
@@ -348,7 +361,13 @@ class Engine:
         request = branch.request
         stream = branch.stream
         return SamplingRow(
-            request.params, request.seed, branch.index, row.stop, stream.banned_tokens, stream.edits
+            request.params,
+            request.seed,
+            branch.index,
+            row.stop,
+            stream.banned_tokens,
+            stream.edits,
+            None if stream.grammar is None else stream.grammar.allowed,
         )
 
     def _push(self, branch: Branch, token: int) -> TokenDelta:
