@@ -72,14 +72,17 @@ class LogitEdits:
     Parameters
     ----------
     rules : EditRules
+    behind : sequence of int
+        Tokens that stand before all generated ones, with which bad words may begin; the last few
+        will do.
     """
 
     __slots__ = ("_tail", "counts", "rules")
 
-    def __init__(self, rules: EditRules) -> None:
+    def __init__(self, rules: EditRules, behind: Iterable[int] = ()) -> None:
         self.rules = rules
         self.counts = TokenCounts(rules.prompt) if rules.counts_tokens else None
-        self._tail: deque[int] = deque(maxlen=rules.bad_words.reach if rules.bad_words else 0)
+        self._tail = deque(behind, maxlen=rules.bad_words.reach if rules.bad_words else 0)
 
     def push(self, token_id: int) -> None:
         """Note a generated token; O(1) amortised."""
@@ -109,6 +112,7 @@ def logit_edits(
     *,
     vocab_size: int,
     tokenizer: object = None,
+    words_begin_in_prompt: bool = False,
 ) -> LogitEdits | None:
     """The edits of a fresh request's first branch, to be copied for the others; None for none.
 
@@ -120,6 +124,9 @@ def logit_edits(
         Token ids lie in ``[0, vocab_size)``.
     tokenizer : object, optional
         With an ``encode``, for ``bad_words``.
+    words_begin_in_prompt : bool
+        Whether the prompt's last tokens may be the beginning of a bad word, as in transformers;
+        vLLM lets them count for none.
 
     Raises
     ------
@@ -144,7 +151,9 @@ def logit_edits(
     )
     if not (any(penalties) or any(map(len, named.values())) or params.bad_words):
         return None
-    return LogitEdits(EditRules(params, prompt, tokenizer))
+    rules = EditRules(params, prompt, tokenizer)
+    reach = rules.bad_words.reach if rules.bad_words and words_begin_in_prompt else 0
+    return LogitEdits(rules, prompt[max(len(prompt) - reach, 0) :].tolist())
 
 
 def _ids(tokens: Iterable[int]) -> Ids:

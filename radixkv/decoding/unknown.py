@@ -57,24 +57,12 @@ OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
         "num_samples": "num_return_sequences",
         "use_beam_search": "beam_width",
         **dict.fromkeys(
-            ("stop", "stop_sequences", "stop_strings", "stop_words"),
-            "stop_token_ids (beams end at tokens only)",
-        ),
-        **dict.fromkeys(
             ("do_sample", "min_p", "seed", "temperature", "top_k", "top_p"),
             "SamplingParams (beams are not sampled)",
         ),
         **dict.fromkeys(
-            (
-                "allowed_token_ids",
-                "bad_words",
-                "bad_words_ids",
-                "frequency_penalty",
-                "logit_bias",
-                "presence_penalty",
-                "repetition_penalty",
-            ),
-            "SamplingParams (beams take the model's logits as they are)",
+            ("frequency_penalty", "presence_penalty"),
+            "repetition_penalty (the others are for samples)",
         ),
     },
 }

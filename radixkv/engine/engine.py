@@ -28,7 +28,7 @@ from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
 from radixkv.engine.door import check_size, checked_prompt
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
-from radixkv.engine.request import NOTHING, Branch, Request, Status, TokenDelta
+from radixkv.engine.request import NO_TOKEN_LEFT, NOTHING, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
 from radixkv.engine.scoring import score_prompts
@@ -41,11 +41,6 @@ from radixkv.errors import (
 
 # Prompt tokens behind which the first generated ones are turned into text.
 CONTEXT_TOKENS = 8
-
-NO_TOKEN_LEFT = (
-    "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample; "
-    "allow more, or forbid less"
-)
 
 
 class Engine:
@@ -188,9 +183,14 @@ class Engine:
         return tokens
 
     def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:
-        if isinstance(params, BeamSearchParams):
-            return None
-        return logit_edits(params, prompt, vocab_size=self.vocab_size, tokenizer=self.tokenizer)
+        searched = isinstance(params, BeamSearchParams)
+        return logit_edits(
+            params.for_branches() if isinstance(params, BeamSearchParams) else params,
+            prompt,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            words_begin_in_prompt=searched,
+        )
 
     def _new_id(self) -> str:
         number = self._serial
@@ -294,6 +294,9 @@ class Engine:
         for request in dict.fromkeys(branch.request for branch, _ in searching):
             try:
                 successors = self.beams.choose(request)
+            except RequestError as error:
+                deltas += self._end(request, error)
+                continue
             except Exception as error:  # a tokenizer's, which is not ours to trust
                 deltas += self._fail([request], error)
                 continue

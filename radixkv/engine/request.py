@@ -17,6 +17,11 @@ from radixkv.engine.holds import Hold
 # A position behind all prompts.
 NOTHING = 1 << 62
 
+NO_TOKEN_LEFT = (
+    "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample; "
+    "allow more, or forbid less"
+)
+
 if TYPE_CHECKING:
     from radixkv.engine.beams import BeamGroup
 
@@ -152,9 +157,10 @@ class Completion:
     logprobs : tuple of TokenLogprobs or None
         One a token, if they were asked for.
     cumulative_logprob : float or None
-        Sum of the tokens' log-probabilities; of beams only.
+        Sum of the tokens' log-probabilities, as the model gave them; of beams only.
     score : float or None
-        That sum after the length penalty; of the results of a beam search only.
+        By which a beam search ranks its results, and of these only: the sum of log-probabilities
+        after penalties and biases, over the length penalty.
     """
 
     index: int
