@@ -52,6 +52,7 @@ ALIASES: Mapping[str, str] = {
 OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
     "BeamSearchParams": {
         "beam_size": "beam_width",
+        "best_of": "beam_width (and num_return_sequences)",
         "n": "num_return_sequences",
         "num_beams": "beam_width",
         "num_samples": "num_return_sequences",
@@ -70,7 +71,6 @@ OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
 # Names that other engines honour and this version does not: refused, never ignored.
 NOT_YET = frozenset(
     {
-        "best_of",
         "grammar",
         "guided_decoding",
         "json_schema",

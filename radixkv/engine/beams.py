@@ -24,7 +24,14 @@ from radixkv.decoding import (
     TextStream,
     propose,
 )
-from radixkv.engine.request import NO_TOKEN_LEFT, Branch, Request, Status, TokenDelta
+from radixkv.engine.request import (
+    NO_TOKEN_LEFT,
+    Branch,
+    Request,
+    Status,
+    TokenDelta,
+    deltas_of,
+)
 from radixkv.engine.scheduler import Scheduler
 from radixkv.engine.stats import EngineCounters
 from radixkv.errors import RequestError
@@ -54,7 +61,9 @@ class BeamGroup:
 
 def num_branches(params: Params) -> int:
     """Most sequences that a request holds at once."""
-    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+    if isinstance(params, BeamSearchParams):
+        return params.beam_width
+    return params.best_of or params.n
 
 
 def make_group(
@@ -175,7 +184,7 @@ class BeamStepper:
         self.scheduler.release(kept)
         request.branches = successors
         request.first_token_at = time.perf_counter()
-        return [delta for branch in successors for delta in _deltas(branch)]
+        return [delta for branch in successors for delta in deltas_of(branch)]
 
     def _hand_on(
         self, beams: list[Branch], successors: list[Branch], parents: Sequence[int]
@@ -226,18 +235,6 @@ def _results(request: Request, group: BeamGroup) -> list[Branch]:
         branch.score = score
         results.append(branch)
     return results
-
-
-def _deltas(branch: Branch) -> list[TokenDelta]:
-    """A result's tokens, all at once; its text comes with the last of them."""
-    stream = branch.stream
-    request_id, last = branch.request.request_id, len(stream.token_ids) - 1
-    return [
-        TokenDelta(request_id, branch.index, token, "", None)
-        if place < last
-        else TokenDelta(request_id, branch.index, token, stream.text, stream.finish_reason)
-        for place, token in enumerate(stream.token_ids)
-    ]
 
 
 def _nearest(beams: list[Branch], token_ids: Sequence[int]) -> Branch:

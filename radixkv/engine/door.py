@@ -67,7 +67,10 @@ def check_size(
             f"model's context of {max_model_len}"
         )
     count = num_branches(params)
-    name = "beam_width" if isinstance(params, BeamSearchParams) else "n"
+    if isinstance(params, BeamSearchParams):
+        name = "beam_width"
+    else:
+        name = "n" if params.best_of is None else "best_of"
     if count > max_num_seqs:
         raise RequestError(f"{name}={count} continuations exceed max_num_seqs={max_num_seqs}")
     num_blocks, size = pool

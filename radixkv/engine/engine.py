@@ -28,6 +28,7 @@ from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
 from radixkv.engine.door import check_size, checked_prompt
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
+from radixkv.engine.ranking import rank
 from radixkv.engine.request import NO_TOKEN_LEFT, NOTHING, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
@@ -129,7 +130,7 @@ class Engine:
         if request_id in self.requests:
             raise RequestError(f"there is a request {request_id!r} already")
         tokens = self.check_request(prompt, params)
-        each = params.for_branches() if isinstance(params, BeamSearchParams) else params
+        each = params.for_branches()
         if hold is not None and num_branches(params) > 1:
             raise RequestError(
                 "a request of several branches cannot run on a kept sequence; fork it"
@@ -142,6 +143,7 @@ class Engine:
             prompt=tokens,
             params=each,
             seed=resolve_seed(each.seed),
+            reports_logprobs=params.logprobs is not None,
             namespace=check_namespace(namespace),
             retention=retention,
             hold=hold,
@@ -185,7 +187,7 @@ class Engine:
     def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:
         searched = isinstance(params, BeamSearchParams)
         return logit_edits(
-            params.for_branches() if isinstance(params, BeamSearchParams) else params,
+            params.for_branches(),
             prompt,
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
@@ -333,7 +335,7 @@ class Engine:
             if logprobs is not None:
                 branch.logprobs.append(logprobs)
             try:
-                deltas.append(self._push(branch, token))
+                deltas += self._push(branch, token)
             except Exception as error:  # a tokenizer's, which is not ours to trust
                 deltas += self._fail([branch.request], error)
         return deltas
@@ -354,9 +356,10 @@ class Engine:
             request.params, request.seed, branch.index, row.stop, stream.banned_tokens, stream.edits
         )
 
-    def _push(self, branch: Branch, token: int) -> TokenDelta:
+    def _push(self, branch: Branch, token: int) -> list[TokenDelta]:
         request = branch.request
-        if request.first_token_at is None:
+        ranked = request.params.ranked
+        if request.first_token_at is None and not ranked:
             request.first_token_at = time.perf_counter()
         self.counters.sampled_tokens += 1
         delta = branch.stream.push(token)
@@ -370,7 +373,11 @@ class Engine:
             self.scheduler.release(branch)
             if not request.live_branches:
                 self._close(request)
-        return TokenDelta(request.request_id, branch.index, token, text, delta.finish_reason)
+                if ranked:
+                    return rank(request)
+        if ranked:
+            return []
+        return [TokenDelta(request.request_id, branch.index, token, text, delta.finish_reason)]
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -404,7 +411,9 @@ class Engine:
     def _end(self, request: Request, error: Exception) -> list[TokenDelta]:
         request.error = error
         self.counters.requests_failed += 1
-        live = request.live_branches[: request.params.n]
+        # Of what is ranked nothing was shown yet, so none of it has ended for who looks on.
+        live = request.branches if request.params.ranked else request.live_branches
+        live = live[: request.params.n]
         self._close(request)
         return [TokenDelta(request.request_id, b.index, -1, "", "error") for b in live]
 
