@@ -133,6 +133,28 @@ def test_abort_and_failure(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -
     assert "no such token" in str(broken.error)
 
 
+def test_a_failure_ends_what_had_ended_unseen(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sample is complete when another fails: nobody was told, so it fails as well."""
+    llm = make_llm()
+    push = TextStream.push
+    request = llm.engine.add_request(prompt(2), replace(SIX, n=1, best_of=6, stop_token_ids=[]))
+
+    def fail(stream: TextStream, token: int) -> TextDelta:
+        place = [branch.stream for branch in request.branches].index(stream)
+        if len(stream.token_ids) == 3 and place == 5:
+            raise ValueError("no such token")
+        delta = push(stream, token)
+        return stream.finish() if place == 0 else delta
+
+    monkeypatch.setattr(TextStream, "push", fail)
+    deltas: list[TokenDelta] = []
+    while llm.engine.has_work:
+        deltas += llm.engine.step()
+    assert [(delta.index, delta.finish_reason) for delta in deltas] == [(0, "error")]
+
+
 def test_what_cannot_be_is_refused(make_llm: MakeLLM) -> None:
     llm = make_llm(10, block_size=4, max_num_seqs=4)
     refusals: list[tuple[type[Exception], str, dict[str, Any]]] = [
