@@ -41,11 +41,13 @@ def test_all_is_exact() -> None:
         "BeamSearchParams",
         "CacheConfig",
         "Completion",
+        "Context",
         "EngineConfig",
         "PrefixCache",
         "RequestOutput",
         "Retention",
         "SamplingParams",
+        "majority",
     ]
     assert set(radixkv.__all__) <= set(dir(radixkv))
     for name in radixkv.__all__:

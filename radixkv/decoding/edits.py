@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.decoding import checks
 from radixkv.decoding.badwords import BadWords, encode_words
 from radixkv.decoding.biases import BAN
 from radixkv.decoding.counts import NO_IDS, Ids, TokenCounts
 from radixkv.decoding.params import SamplingParams
-from radixkv.errors import RequestError
 
 Values = NDArray[np.float32]
 
@@ -139,11 +139,7 @@ def logit_edits(
         "allowed_token_ids": params.allowed_token_ids or (),
     }
     for name, ids in named.items():
-        if (highest := max(ids, default=0)) >= vocab_size:
-            raise RequestError(
-                f"{name} names token id {highest}, which is outside the vocabulary of "
-                f"{vocab_size} tokens"
-            )
+        checks.in_vocabulary(name, ids, vocab_size)
     penalties = (
         params.repetition_penalty != 1,
         params.presence_penalty != 0,

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.cache import token_bytes
-from radixkv.decoding import BeamSearchParams
+from radixkv.decoding import BeamSearchParams, SamplingParams
+from radixkv.decoding.checks import in_vocabulary
 from radixkv.engine.beams import Params, num_branches
 from radixkv.errors import PromptTooLongError, RequestError
 
@@ -37,6 +38,18 @@ def checked_prompt(prompt: Iterable[int], vocab_size: int) -> npt.NDArray[np.int
             f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} tokens"
         )
     return tokens
+
+
+def check_params(params: object, vocab_size: int) -> None:
+    """Refuse what is not parameters, or stops at tokens that the model does not have.
+
+    Raises
+    ------
+    RequestError
+    """
+    if not isinstance(params, SamplingParams | BeamSearchParams):
+        raise RequestError(f"params must be SamplingParams or BeamSearchParams, not {params!r}")
+    in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
 def check_size(

@@ -16,7 +16,6 @@ from radixkv.config import EngineConfig
 from radixkv.decoding import (
     BeamSearchParams,
     LogitEdits,
-    SamplingParams,
     SamplingRow,
     TextStream,
     Tokenizer,
@@ -25,7 +24,7 @@ from radixkv.decoding import (
     sample,
 )
 from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
-from radixkv.engine.door import check_size, checked_prompt
+from radixkv.engine.door import check_params, check_size, checked_prompt
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.ranking import rank
@@ -171,8 +170,7 @@ class Engine:
 
     def check_request(self, prompt: Iterable[int], params: Params) -> npt.NDArray[np.int32]:
         """The prompt's tokens, if `add_request` would take it; raises what that would raise."""
-        if not isinstance(params, SamplingParams | BeamSearchParams):
-            raise RequestError(f"params must be SamplingParams or BeamSearchParams, not {params!r}")
+        check_params(params, self.vocab_size)
         tokens = checked_prompt(prompt, self.vocab_size)
         check_size(
             len(tokens),
