@@ -11,24 +11,18 @@ import numpy.typing as npt
 import torch
 
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
-from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
-    BeamSearchParams,
-    LogitEdits,
     SamplingRow,
-    TextStream,
     Tokenizer,
-    logit_edits,
-    resolve_seed,
     sample,
 )
-from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
-from radixkv.engine.door import check_params, check_size, checked_prompt
+from radixkv.engine.beams import BeamStepper, Params
+from radixkv.engine.door import Door
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.ranking import rank
-from radixkv.engine.request import NO_TOKEN_LEFT, NOTHING, Branch, Request, Status, TokenDelta
+from radixkv.engine.request import NO_TOKEN_LEFT, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
 from radixkv.engine.scoring import score_prompts
@@ -38,9 +32,6 @@ from radixkv.errors import (
     NumericalError,
     RequestError,
 )
-
-# Prompt tokens behind which the first generated ones are turned into text.
-CONTEXT_TOKENS = 8
 
 
 class Engine:
@@ -79,7 +70,14 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.door = Door(
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            pool=(cache.pool.num_blocks, cache.block_size),
+            tokenizer=tokenizer,
+            eos_token_ids=tuple(eos_token_ids),
+        )
         self.requests: dict[str, Request] = {}
         self._serial = 0
         self._stopped = False
@@ -124,43 +122,18 @@ class Engine:
         """
         if self._stopped:
             raise EngineStoppedError("the engine was shut down")
-        if not isinstance(retention, Retention):
-            raise RequestError(f"retention must be a Retention, not {retention!r}")
         if request_id in self.requests:
             raise RequestError(f"there is a request {request_id!r} already")
-        tokens = self.check_request(prompt, params)
-        each = params.for_branches()
-        if hold is not None and num_branches(params) > 1:
-            raise RequestError(
-                "a request of several branches cannot run on a kept sequence; fork it"
-            )
-        if scored_from is None:
-            scored_from = NOTHING if each.prompt_logprobs is None else 0
-        request = Request(
+        request = self.door.make(
+            prompt,
+            params,
             request_id=self._new_id() if request_id is None else request_id,
             serial=self._serial,
-            prompt=tokens,
-            params=each,
-            seed=resolve_seed(each.seed),
-            reports_logprobs=params.logprobs is not None,
-            namespace=check_namespace(namespace),
+            namespace=namespace,
             retention=retention,
             hold=hold,
             scored_from=scored_from,
         )
-        request.score_from_where_it_stands()
-        stream = TextStream(
-            each,
-            self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            context=tokens[-CONTEXT_TOKENS:].tolist(),
-            edits=self._edits(tokens, params),
-        )
-        branches = range(num_branches(params))
-        request.branches = [Branch(request, index, stream.copy()) for index in branches]
-        if isinstance(params, BeamSearchParams):
-            room = self.max_model_len - len(tokens)
-            request.beams = make_group(params, self.eos_token_ids, stream, room)
         with DeferredInterrupts():
             self._serial += 1
             self.requests[request.request_id] = request
@@ -170,27 +143,7 @@ class Engine:
 
     def check_request(self, prompt: Iterable[int], params: Params) -> npt.NDArray[np.int32]:
         """The prompt's tokens, if `add_request` would take it; raises what that would raise."""
-        check_params(params, self.vocab_size)
-        tokens = checked_prompt(prompt, self.vocab_size)
-        check_size(
-            len(tokens),
-            params,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            pool=(self.cache.pool.num_blocks, self.cache.block_size),
-        )
-        self._edits(tokens[:0], params)  # What it refuses does not depend on the prompt.
-        return tokens
-
-    def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:
-        searched = isinstance(params, BeamSearchParams)
-        return logit_edits(
-            params.for_branches(),
-            prompt,
-            vocab_size=self.vocab_size,
-            tokenizer=self.tokenizer,
-            words_begin_in_prompt=searched,
-        )
+        return self.door.check(prompt, params)
 
     def _new_id(self) -> str:
         number = self._serial

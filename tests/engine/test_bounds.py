@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake import VOCABULARY, check_over, make_engine
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.decoding import BeamSearchParams, SamplingParams
@@ -100,6 +100,7 @@ def test_a_step_of_a_beam_search_computes_one_token_a_beam() -> None:
     assert engine.counters.recomputed_tokens == 0
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     width=st.integers(1, 5),
     length=st.integers(1, 40),
