@@ -31,7 +31,7 @@ class Candidates(NamedTuple):
     Parameters
     ----------
     token_ids : (k,) int64
-        None if nothing may follow.
+        Empty if nothing may follow.
     scores : (k,) float32
         Log-probabilities after the beam's edits.
     logprobs : (k,) float32
