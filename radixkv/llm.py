@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TokenizersBackend
@@ -29,6 +28,7 @@ from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import RequestError
+from radixkv.inputs import Conversation, Prompt, as_conversations, as_prompts, params_for
 from radixkv.memory import num_blocks_for, parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_model, render_chat
@@ -39,8 +39,6 @@ from radixkv.programs.context import Content
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, Any]]
 Progress = Callable[[str], None]
 
 
@@ -178,7 +176,7 @@ class LLM:
         RequestError
             If any prompt is refused at the door; then none has been started.
         """
-        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        tokens = [self.tokenize(prompt) for prompt in as_prompts(prompts)]
         return self._run(tokens, params, **options)
 
     def chat(
@@ -194,7 +192,7 @@ class LLM:
         conversations : list of messages, or a list of such lists
             A message is a mapping with "role" and "content".
         """
-        tokens = [self.render_chat(turns) for turns in _as_conversations(conversations)]
+        tokens = [self.render_chat(turns) for turns in as_conversations(conversations)]
         return self._run(tokens, params, **options)
 
     def beam_search(
@@ -220,7 +218,7 @@ class LLM:
         for its in params if isinstance(params, Sequence) else [params]:
             if not isinstance(its, BeamSearchParams):
                 raise RequestError(f"beam_search takes BeamSearchParams, not {its!r}")
-        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        tokens = [self.tokenize(prompt) for prompt in as_prompts(prompts)]
         return self._run(tokens, params, **options)
 
     def stream(
@@ -237,7 +235,7 @@ class LLM:
         prompts' places in the list, as text. Stopping early (closing the iterator) aborts what is
         left. Several streams may take turns, and share steps.
         """
-        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        tokens = [self.tokenize(prompt) for prompt in as_prompts(prompts)]
         yield from self._serve([], tokens, params, namespace, retention)
 
     def _run(
@@ -268,7 +266,7 @@ class LLM:
     ) -> Generator[TokenDelta]:
         """Add requests, to ``requests`` too, and yield what comes of them."""
         namespace = (namespace,) if isinstance(namespace, str) else namespace
-        each = _params_for(prompts, params, self.seed)
+        each = params_for(prompts, params, self.seed)
         inbox: deque[TokenDelta] = deque()
         try:
             with DeferredInterrupts():
@@ -379,37 +377,3 @@ def _decoder(tokenizer: PreTrainedTokenizerBase | None) -> Tokenizer | None:
         inner: Tokenizer = tokenizer.backend_tokenizer
         return inner
     return tokenizer
-
-
-def _as_conversations(
-    conversations: Conversation | Sequence[Conversation],
-) -> list[Conversation]:
-    if len(conversations) and isinstance(conversations[0], Mapping):
-        return [cast(Conversation, conversations)]
-    return list(cast("Sequence[Conversation]", conversations))
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of one: a text, or token ids."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-        return [cast(Prompt, prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def _params_for(
-    prompts: Sequence[object],
-    params: Params | Sequence[Params] | None,
-    seed: int | None,
-) -> list[Params]:
-    """One set of parameters a prompt, with the seed filled in where none was given."""
-    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts, but {len(params)} SamplingParams")
-    return [_seeded(its, seed, index) for index, its in enumerate(params)]
-
-
-def _seeded(params: Params, seed: int | None, index: int) -> Params:
-    if isinstance(params, BeamSearchParams) or seed is None or params.seed is not None:
-        return params
-    return replace(params, seed=(seed + index) % 2**64)

@@ -24,7 +24,8 @@ ALLOWED = {
     "model": {"model", "attention", "cache", "folders", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "programs": {"programs", "model", "cache", "decoding", "engine"},
-    "llm": {"memory", "model", "attention", "cache", "decoding", "engine", "programs"},
+    "inputs": {"decoding", "engine"},
+    "llm": {"inputs", "memory", "model", "attention", "cache", "decoding", "engine", "programs"},
     "memory": set(),
     "workloads": {"workloads"},
     "errors": set(),
@@ -42,11 +43,13 @@ def test_all_is_exact() -> None:
         "BeamSearchParams",
         "CacheConfig",
         "Completion",
+        "Context",
         "EngineConfig",
         "PrefixCache",
         "RequestOutput",
         "Retention",
         "SamplingParams",
+        "majority",
     ]
     assert set(radixkv.__all__) <= set(dir(radixkv))
     for name in radixkv.__all__:

@@ -42,7 +42,7 @@ def apply_edits(
     logits : (rows, vocab) float32, contiguous
         Changed in place.
     edits : sequence of LogitEdits or None
-        One a row.
+        One a row, or none at all.
     banned : sequence of sequence of int
         One a row: tokens that must not be sampled, besides.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from radixkv.decoding import checks
@@ -29,6 +29,10 @@ class SamplingParams:
     ----------
     n : int
         Continuations of the prompt, each sampled from its own stream of random numbers.
+    best_of : int or None
+        Sample so many, at least ``n``, and return the ``n`` with the highest mean log-probability
+        a token, in this order; not with temperature 0, which would make all of them the same.
+        None: all that are sampled are returned, in the order of their random numbers.
     max_tokens : int
         Most tokens of each continuation; the end token counts.
     min_tokens : int
@@ -96,6 +100,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -145,10 +150,23 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of ({self.best_of}) must be at least n ({self.n}): so many are sampled, and "
+                "n of them returned"
+            )
+        if self.ranked and self.greedy:
+            raise RequestError(
+                f"best_of={self.best_of} with temperature 0 would sample the same text each time; "
+                "set a temperature, or leave best_of out"
+            )
         _ = self.constraint  # What it refuses is refused now.
 
     def _plain_lengths(self) -> dict[str, object]:
         return {
+            "best_of": self.best_of
+            if self.best_of is None
+            else checks.integer("best_of", self.best_of, low=1, hint="at least n"),
             "n": checks.integer("n", self.n, low=1),
             "max_tokens": checks.integer("max_tokens", self.max_tokens, low=1),
             "min_tokens": checks.integer("min_tokens", self.min_tokens, low=0),
@@ -207,6 +225,15 @@ class SamplingParams:
             grammar=self.grammar,
             json_object=self.json_object,
         )
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the continuations are compared when all have ended."""
+        return self.best_of is not None and self.best_of > 1
+
+    def for_branches(self) -> SamplingParams:
+        """What each continuation obeys: the same, with the log-probabilities that ranking needs."""
+        return replace(self, logprobs=0) if self.ranked and self.logprobs is None else self
 
     @property
     def greedy(self) -> bool:

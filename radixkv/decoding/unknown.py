@@ -63,14 +63,11 @@ ALIASES: Mapping[str, str] = {
 OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
     "BeamSearchParams": {
         "beam_size": "beam_width",
+        "best_of": "beam_width (and num_return_sequences)",
         "n": "num_return_sequences",
         "num_beams": "beam_width",
         "num_samples": "num_return_sequences",
         "use_beam_search": "beam_width",
-        **dict.fromkeys(
-            ("stop", "stop_sequences", "stop_strings", "stop_words"),
-            "stop_token_ids (beams end at tokens only)",
-        ),
         **dict.fromkeys(
             ("do_sample", "min_p", "seed", "temperature", "top_k", "top_p"),
             "SamplingParams (beams are not sampled)",
@@ -80,16 +77,8 @@ OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
             "SamplingParams (beams follow no grammar: they rank what the model itself would say)",
         ),
         **dict.fromkeys(
-            (
-                "allowed_token_ids",
-                "bad_words",
-                "bad_words_ids",
-                "frequency_penalty",
-                "logit_bias",
-                "presence_penalty",
-                "repetition_penalty",
-            ),
-            "SamplingParams (beams take the model's logits as they are)",
+            ("frequency_penalty", "presence_penalty"),
+            "repetition_penalty (the others are for samples)",
         ),
     },
 }
@@ -97,7 +86,6 @@ OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
 # Names that other engines honour and this version does not: refused, never ignored.
 NOT_YET = frozenset(
     {
-        "best_of",
         "logits_processor",
         "logits_processors",
         "no_repeat_ngram_size",

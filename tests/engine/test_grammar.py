@@ -49,9 +49,8 @@ KINDS: list[dict[str, Any]] = [
 
 def make(**settings: Any) -> Engine:
     """An engine over the fake model, whose six tokens write "a" and "b"."""
-    engine = make_engine(tokenizer=TOKENIZER, **settings)
-    engine.grammars = GrammarCompiler(TOKENIZER, VOCABULARY)
-    return engine
+    grammars = GrammarCompiler(TOKENIZER, VOCABULARY)
+    return make_engine(tokenizer=TOKENIZER, grammars=grammars, **settings)
 
 
 def run(engine: Engine) -> None:
