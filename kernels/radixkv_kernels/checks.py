@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from radixkv_kernels.worklist import ITEM_FIELDS, WorkList
+
 BlockIds: TypeAlias = Sequence[int] | Tensor
+Expected: TypeAlias = tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+LARGEST_HEAD = 256
+# What a grid's last axis holds on NVIDIA's GPUs.
+LARGEST_GRID = 65535
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,20 +38,14 @@ def check_write_kv(
     num_blocks, block_size, *_ = _sizes("key_cache", key_cache, "(num_blocks, block_size, Hkv, D)")
     if 0 in (block_size, heads, key_dim, value_dim):
         raise ValueError("block_size, Hkv, D and Dv must be positive")
-    expected: tuple[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
+    expected: tuple[Expected, ...] = (
         ("key", key, (tokens, heads, key_dim), FLOATS),
         ("value", value, (tokens, heads, value_dim), FLOATS),
         ("key_cache", key_cache, (num_blocks, block_size, heads, key_dim), FLOATS),
         ("value_cache", value_cache, (num_blocks, block_size, heads, value_dim), FLOATS),
         ("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32)),
     )
-    for name, tensor, shape, dtypes in expected:
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} must be one of {dtypes}, got {tensor.dtype}")
-        if tensor.device != key.device:
-            raise ValueError(f"{name} is on {tensor.device}, but key is on {key.device}")
+    _expect(expected)
     for name, tensor, _, _ in expected[2:]:
         _expect_contiguous(name, tensor)
 
@@ -86,6 +87,86 @@ def check_copy_blocks(
     return [pair for pair in zip(source_ids, target_ids, strict=True) if pair[0] != pair[1]]
 
 
+def check_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    work: WorkList,
+    positions: Tensor,
+    out: Tensor,
+    partials: tuple[Tensor, Tensor] | None,
+    *,
+    causal: bool,
+    window: int,
+    chunk: int,
+    softcap: float,
+    scales: Mapping[str, Tensor | None],
+) -> None:
+    """Refuse arguments that `paged_attention` cannot take; what tensors hold stays unread.
+
+    Raises
+    ------
+    ValueError
+        For a wrong shape, dtype, layout or device, or options that exclude each other.
+    """
+    tokens, heads, key_dim = _sizes("query", query, "(T, H, D)")
+    cache_axes = "(num_blocks, block_size, Hkv, D)"
+    blocks, block_size, kv_heads, _ = _sizes("key_cache", key_cache, cache_axes)
+    *_, value_dim = _sizes("value_cache", value_cache, cache_axes)
+    rows, most_blocks = _sizes("block_tables", block_tables, "(R, max_blocks)")
+    if 0 in (block_size, kv_heads) or heads % kv_heads or not heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads")
+    if not (0 < key_dim <= LARGEST_HEAD and 0 < value_dim <= LARGEST_HEAD):
+        raise ValueError(f"D and Dv must be in [1, {LARGEST_HEAD}], got {key_dim} and {value_dim}")
+    cache_dtypes = (query.dtype, *QUANTIZED)
+    items, queries, count = len(work.items), work.num_queries, work.num_partials
+    int32 = (torch.int32,)
+    expected: list[Expected] = [
+        ("query", query, (tokens, heads, key_dim), FLOATS),
+        ("key_cache", key_cache, (blocks, block_size, kv_heads, key_dim), cache_dtypes),
+        ("value_cache", value_cache, (blocks, block_size, kv_heads, value_dim), cache_dtypes),
+        ("block_tables", block_tables, (rows, most_blocks), int32),
+        ("out", out, (tokens, heads, value_dim), (query.dtype,)),
+    ]
+    contiguous: list[Expected] = [
+        ("positions", positions, (tokens,), int32),
+        ("work.items", work.items, (items, len(ITEM_FIELDS)), int32),
+        ("work.num_items", work.num_items, (1,), int32),
+        ("work.merge_ptr", work.merge_ptr, (queries + 1,), int32),
+        ("work.merge_idx", work.merge_idx, (count,), int32),
+    ]
+    if work.order is not None:
+        contiguous.append(("work.order", work.order, (queries,), int32))
+    if partials is not None:
+        floats = (torch.float32,)
+        contiguous.append(("partials[0]", partials[0], (count, heads, value_dim), floats))
+        contiguous.append(("partials[1]", partials[1], (count, heads), floats))
+    for name, tensor in scales.items():
+        if tensor is not None:
+            size = kv_heads if name.endswith("_scale") else heads
+            contiguous.append((name, tensor, (size,), (torch.float32,)))
+    _expect([*expected, *contiguous])
+    for name, tensor, _, _ in expected:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"the last axis of {name} must be contiguous")
+    for name, tensor, _, _ in contiguous:
+        _expect_contiguous(name, tensor)
+    if key_cache.dtype != value_cache.dtype:
+        raise ValueError(f"key_cache is {key_cache.dtype}, but value_cache {value_cache.dtype}")
+    if queries > tokens:
+        raise ValueError(f"the work list has {queries} queries, but query has {tokens} tokens")
+    if work.max_queries < 1 or items > LARGEST_GRID:
+        raise ValueError(
+            f"max_queries must be positive, and items at most {LARGEST_GRID}: "
+            f"got {work.max_queries} and {items}"
+        )
+    if window < 0 or chunk < 0 or softcap < 0:
+        raise ValueError("window, chunk and softcap must not be negative")
+    if not causal and (window or chunk or scales["alibi_slopes"] is not None):
+        raise ValueError("causal=False goes with no window, chunk or alibi_slopes")
+
+
 def as_words(cache: Tensor) -> Tensor:
     """View a cache's bits as integers, shape (num_blocks, words_per_block).
 
@@ -100,6 +181,18 @@ def _sizes(name: str, tensor: Tensor, axes: str) -> tuple[int, ...]:
     if tensor.dim() != axes.count(",") + 1:
         raise ValueError(f"{name} must have shape {axes}, got {tuple(tensor.shape)}")
     return tuple(tensor.shape)
+
+
+def _expect(expected: Sequence[Expected]) -> None:
+    """Refuse a wrong shape or dtype, or a device other than the first one's."""
+    first, on, _, _ = expected[0]
+    for name, tensor, shape, dtypes in expected:
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name} must be one of {dtypes}, got {tensor.dtype}")
+        if tensor.device != on.device:
+            raise ValueError(f"{name} is on {tensor.device}, but {first} is on {on.device}")
 
 
 def _expect_contiguous(name: str, tensor: Tensor) -> None:

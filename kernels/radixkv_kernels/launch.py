@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,14 +33,30 @@ def load_kernel(module: str, name: str, device: torch.device) -> Any:
             "this function needs Triton, which is not installed: pip install 'radixkv[triton]', "
             "or call its twin in radixkv_kernels.torch_twins"
         ) from error
-    from triton.runtime import JITFunction
-
-    if device.type == "cpu" and isinstance(kernel, JITFunction):
+    if device.type == "cpu" and not interpreted(kernel):
         raise RuntimeError(
             "Triton kernels need tensors on a GPU: call the twin in radixkv_kernels.torch_twins, "
             "or set TRITON_INTERPRET=1 before triton is imported"
         )
     return kernel
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether Triton interprets a kernel instead of compiling it."""
+    from triton.runtime import JITFunction
+
+    return not isinstance(kernel, JITFunction)
+
+
+@cache
+def target_of(device: torch.device) -> str:
+    """The instruction set of a GPU as compilers name it, "sm_90" or "gfx942"; "cpu" for a CPU."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

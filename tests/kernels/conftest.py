@@ -1,9 +1,14 @@
 """Where the kernels run: on a GPU if there is one, else in Triton's interpreter."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+# The tests share helpers that are no package: pytest imports test files by path.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,17 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch, radixkv_kernels
-from radixkv_kernels import torch_twins
+from radixkv_kernels import torch_twins, unshared_work_list
 rows, slots = torch.ones(2, 1, 4), torch.tensor([1, -1])
 cache = torch.zeros(2, 1, 1, 4)
 torch_twins.write_kv(rows, rows, cache, cache.clone(), slots)
 torch_twins.copy_blocks([cache], [1], [0])
 assert cache.eq(1).all()
+table, position = torch.zeros(1, 1).int(), torch.zeros(2).int()
+attention = (rows, cache, cache, table, unshared_work_list([2]), position)
+assert torch_twins.paged_attention(*attention, scale=1.0).eq(1).all()
 for call in (
+    lambda: radixkv_kernels.paged_attention(*attention, scale=1.0),
     lambda: radixkv_kernels.write_kv(rows, rows, cache, cache.clone(), slots),
     lambda: radixkv_kernels.copy_blocks([cache], [1], [0]),
 ):
@@ -65,4 +69,7 @@ def test_kernels_does_not_shadow_hugging_faces_package():
 
 
 def test_imports_nothing_of_radixkv():
-    run("import sys, radixkv_kernels.kv_jit; assert 'radixkv' not in sys.modules")
+    run(
+        "import sys, radixkv_kernels.kv_jit, radixkv_kernels.report, radixkv_kernels.variants; "
+        "assert 'radixkv' not in sys.modules"
+    )
