@@ -4,8 +4,8 @@
 
 A context of 4,096 computed tokens is forked; a branch is handed back by `join`, and losers are
 released. The cache's own part (`PrefixCache.fork`) is timed beside the whole call, and so is what
-each call spends on holding Ctrl-C back. The engine stands on a runner that computes nothing. Medians over all calls; the shortest too, for
-other programs share the machine.
+each call spends on holding Ctrl-C back. The engine stands on a runner that computes nothing.
+Medians over all calls; the shortest too, for other programs share the machine.
 """
 
 from __future__ import annotations
