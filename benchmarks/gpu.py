@@ -99,9 +99,10 @@ def _said_by(*command: str) -> str:
 class Report:
     """Results in a file that is whole after every addition, so that a time limit loses nothing."""
 
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self.path: Path = options.output_dir / f"{name}{'_tiny' if options.tiny else ''}.json"
-        command = " ".join(["python", f"benchmarks/{name}.py", *options.given])
+    def __init__(self, script: str, options: argparse.Namespace, *, name: str = "") -> None:
+        tiny = "_tiny" if options.tiny else ""
+        self.path: Path = options.output_dir / f"{name or script}{tiny}.json"
+        command = " ".join(["python", f"benchmarks/{script}.py", *options.given])
         self.results: dict[str, Any] = {
             "command": command,
             "environment": environment(),

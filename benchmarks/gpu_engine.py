@@ -5,16 +5,19 @@
 Three engines one after the other over the same weights in bfloat16: decode steps launched one by
 one, played by CUDA graphs, and by graphs with keys and values in fp8. Each does:
 
-- decode: random prompts, greedy; tokens/s of the steps that only decode, by the number of rows.
-- prefill: long random prompts, one new token each; prompt tokens/s of the steps that prefill.
+- decode: random prompts, greedy, by the number of rows; tokens/s of the steps that only decode.
+- prefill: long random prompts; prompt tokens/s of the steps that prefill.
 - chat: many chats behind one long system prompt; beside them the same with reads not shared (the
   cache shares the blocks still), and as many chats of the same length with nothing in common.
 - sample: n samples of each prompt; beside them as many prompts of the same length.
 
-Every workload runs once before it is timed, so that compiled kernels and graphs are there, and
-begins with an empty cache. Greedy tokens with and without graphs must be equal, for a step runs the
-same kernels either way; those with fp8 are others' by right. Without a GPU all of it runs in
-Triton's interpreter, at a tiny size, in float32.
+Every workload is cold first: one new token each from an empty cache, which is prefill. Then it is
+warm: all new tokens behind cached prompts, so that all rows decode together from the first step to
+the last; once for a few tokens, untimed, that compile and record.
+
+Greedy tokens with and without graphs must be equal, for a step runs the same kernels either way;
+those with fp8 are others' by right. Without a GPU all of it runs in Triton's interpreter, at a tiny
+size, in float32.
 """
 
 from __future__ import annotations
@@ -76,9 +79,9 @@ FULL_SIZES = Sizes(
     settings={"kv_memory": "24GiB", "max_num_seqs": 256, "max_num_batched_tokens": 8192},
 )
 TINY_SIZES = Sizes(
-    TINY,
+    TINY | {"num_hidden_layers": 1},
     torch.float32,
-    tokens=4,
+    tokens=3,
     decode=[(2, 20)],
     prefill=(2, 24),
     chat=(2, 32, 4),
@@ -94,10 +97,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step's seconds, and what it did."""
+    """A step's seconds, and the tokens that it prefilled, only asked for, and sampled."""
 
     seconds: float
     prefilled: int
+    asked: int
     sampled: int
 
 
@@ -117,19 +121,21 @@ class Steps:
         self.llm.engine.step = self._step  # type: ignore[method-assign]
 
     def _timed(self) -> Any:
-        counters = self.llm.stats().engine
-        before = (counters.prefilled_tokens, counters.sampled_tokens)
+        before = self._counted()
         begin = time.perf_counter()
         made = self._step()
         seconds = time.perf_counter() - begin
-        after = self.llm.stats().engine
-        prefilled = after.prefilled_tokens - before[0]
-        self.steps.append(Step(seconds, prefilled, after.sampled_tokens - before[1]))
+        pairs = zip(before, self._counted(), strict=True)
+        self.steps.append(Step(seconds, *(after - was for was, after in pairs)))
         return made
+
+    def _counted(self) -> tuple[int, int, int]:
+        counters = self.llm.stats().engine
+        return counters.prefilled_tokens, counters.logits_only_tokens, counters.sampled_tokens
 
     def rates(self) -> dict[str, Any]:
         """Tokens a second of the steps that only decode, and of those that prefill."""
-        decodes = [step for step in self.steps if not step.prefilled]
+        decodes = [step for step in self.steps if not (step.prefilled or step.asked)]
         prefills = [step for step in self.steps if step.prefilled]
         found: dict[str, Any] = {"steps": len(self.steps)}
         if decodes:
@@ -163,7 +169,8 @@ class Workloads:
             for rows, length in sizes.decode
         }
         one = replace(greedy, max_tokens=1)
-        made["prefill, {} x {}".format(*sizes.prefill)] = (self._random(*sizes.prefill), one, True)
+        prompts, length = sizes.prefill
+        made[f"prefill, {prompts} x {length}"] = (self._random(prompts, length), one, True)
         chats, system, own = sizes.chat
         (common,) = self._random(1, system)
         shared = [[*common, *question] for question in self._random(chats, own)]
@@ -194,14 +201,13 @@ def reads_not_shared(llm: LLM, off: bool) -> Any:
 def run(
     llm: LLM, prompts: Prompts, params: SamplingParams, shares: bool
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """A workload from an empty cache: its tokens, and its figures.
+    """A workload over what is cached: its tokens, and its figures.
 
     Raises
     ------
     RuntimeError
         If a request failed.
     """
-    llm.cache.reset()
     before = replace(llm.stats().engine)
     played = replays(llm)
     begin = time.perf_counter()
@@ -242,11 +248,14 @@ def with_engine(
             report.add("workloads", record | {"left_out": "out of time"})
             continue
         try:
+            llm.cache.reset()
             if HAS_GPU:
-                run(llm, prompts, params, shares)
                 torch.cuda.reset_peak_memory_stats(DEVICE)
-            tokens, figures = run(llm, prompts, params, shares)
-            record |= figures
+            tokens, record["cold"] = run(llm, prompts, replace(params, max_tokens=1), shares)
+            if params.max_tokens > 1:
+                if HAS_GPU:
+                    run(llm, prompts, replace(params, max_tokens=3), shares)
+                tokens, record["warm"] = run(llm, prompts, params, shares)
             if HAS_GPU:
                 record["peak_gib"] = torch.cuda.max_memory_allocated(DEVICE) / 2**30
             if params.temperature == 0:
@@ -261,10 +270,12 @@ def with_engine(
 
 
 def _line(record: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in record.items()
-    )
+    parts = []
+    for key, value in record.items():
+        if isinstance(value, dict):
+            value = f"({_line(value)})"
+        parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(parts)
 
 
 def differences(expected: list[list[int]], found: list[list[int]]) -> dict[str, Any]:
@@ -317,18 +328,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(failures > 0)
 
 
+COLUMNS = [
+    ("cold", "seconds", "cold s"),
+    ("cold", "prefill_tokens_s", "prefill tokens/s"),
+    ("warm", "seconds", "warm s"),
+    ("warm", "decode_tokens_s", "decode tokens/s"),
+    ("warm", "decode_step_ms", "step ms"),
+    ("warm", "kv_read", "KV read"),
+    ("warm", "by_graphs", "by graphs"),
+    ("", "equal_rows", "equal rows"),
+    ("", "peak_gib", "peak GiB"),
+]
+
+
 def _tables(report: Report) -> None:
-    columns = ["tokens_s", "decode_tokens_s", "decode_step_ms", "prefill_tokens_s", "kv_read"]
-    columns += ["by_graphs", "equal_rows", "peak_gib"]
     for name in ENGINES:
-        rows = [
-            [record["workload"], *(record.get(column, "-") for column in columns)]
-            for record in report.results.get("workloads", [])
-            if record["engine"] == name and "seconds" in record
-        ]
-        for row in rows:
-            row[5] = f"{row[5]:.2f}"
-        print_table(name, ["", *columns], rows)
+        rows = []
+        for record in report.results.get("workloads", []):
+            if record["engine"] == name and "cold" in record:
+                cells = [
+                    (record.get(part, {}) if part else record).get(key, "-")
+                    for part, key, _ in COLUMNS
+                ]
+                cells[5] = cells[5] if cells[5] == "-" else f"{cells[5]:.2f}"
+                rows.append([record["workload"], *cells])
+        print_table(name, ["", *(title for _, _, title in COLUMNS)], rows)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,9 @@ class Bench:
         self.sizes = TINY_SIZES if options.tiny else FULL_SIZES
         self.tiny: bool = options.tiny
         self.deadline = Deadline(options.minutes)
-        self.report = Report("gpu_kernels_tune" if options.tune else "gpu_kernels", options)
+        self.report = Report(
+            "gpu_kernels", options, name="gpu_kernels_tune" if options.tune else ""
+        )
         self.clock = Clock()
         self.failures = 0
         self.copy_gb_s = 0.0

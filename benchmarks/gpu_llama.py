@@ -52,8 +52,7 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype) -> LoadedModel:
             for name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
                     # Wide enough that attention is not uniform, and logits not all alike.
-                    columns = parameter.shape[-1]
-                    parameter.normal_(0, 1.0 if "embed" in name else 1.5 * columns**-0.5)
+                    parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
     finally:
         torch.set_default_dtype(before)
     return LoadedModel(
@@ -83,8 +82,11 @@ def serve(loaded: LoadedModel, *, graphs: bool, **settings: object) -> LLM:
         return LLM(loaded, cuda_graphs=graphs, **settings)  # type: ignore[arg-type]
     with mock.patch("radixkv.llm.choose_backend", _interpreted):
         llm = LLM(loaded, **settings)  # type: ignore[arg-type]
+    runner = llm.engine.runner
+    for cache in (*runner.backend.store.keys, *runner.backend.store.values):
+        # What nobody wrote must not matter to anyone.
+        cache.fill_(torch.nan)
     if graphs:
-        runner = llm.engine.runner
         runner.forward = DecodeGraphs(
             *(runner.adapter, runner.backend), max_rows=16, max_blocks=32, capture=_called_again
         ).forward

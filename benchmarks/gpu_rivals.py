@@ -123,7 +123,7 @@ def flashinfer(problem: Problem, prefix: int = 0) -> dict[str, Run]:
 
 
 def pages(rows: Sequence[Row], first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows' blocks from the `first` on, as FlashInfer wants them: bounds, blocks, the last's tokens.
+    """Bounds, blocks and tokens in the last block of rows from block `first` on, for FlashInfer.
 
     int32: (rows + 1,), (blocks,), (rows,)
     """
