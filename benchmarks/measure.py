@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.cache import IS_COMPILED
+
 PACKAGES = ("numpy", "sortedcontainers", "xxhash", "torch", "transformers")
 
 
@@ -29,6 +31,7 @@ def machine() -> dict[str, str]:
                 model = line.partition(":")[2].strip()
                 break
     found = {"processor": model, "system": platform.system(), "python": platform.python_version()}
+    found["cache"] = "compiled" if IS_COMPILED else "not compiled"
     return found | {name: version(name) for name in PACKAGES}
 
 

@@ -3,10 +3,9 @@
     python benchmarks/programs.py [--tokens N] [--runs N] [--output FILE]
 
 A context of 4,096 computed tokens is forked; a branch is handed back by `join`, and losers are
-released. The cache's own part (`PrefixCache.fork`) is timed beside the whole call, and so are the
-two system calls by which each call holds Ctrl-C back: on some machines they are most of it. The
-engine stands on a runner that computes nothing. Medians over all calls; the shortest too, for
-other programs share the machine.
+released. The cache's own part (`PrefixCache.fork`) is timed beside the whole call, and so is what
+each call spends on holding Ctrl-C back. The engine stands on a runner that computes nothing.
+Medians over all calls; the shortest too, for other programs share the machine.
 """
 
 from __future__ import annotations

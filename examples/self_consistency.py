@@ -13,8 +13,7 @@ import argparse
 import asyncio
 import re
 
-from radixkv import LLM
-from radixkv.programs import Context, majority
+from radixkv import LLM, Context, majority
 
 EXAMPLES = """\
 Question: Tom has 3 apples and buys 4 more. He eats 2. How many are left?

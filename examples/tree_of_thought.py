@@ -14,8 +14,7 @@ import argparse
 from dataclasses import dataclass
 from itertools import permutations
 
-from radixkv import LLM
-from radixkv.programs import Context
+from radixkv import LLM, Context
 
 EXAMPLES = """\
 Use the numbers and + - * / to get 24. Each line combines two of the numbers that are left.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from radixkv.decoding import BeamSearchParams, SamplingParams
     from radixkv.engine import Completion, RequestOutput
     from radixkv.llm import LLM
+    from radixkv.programs import Context, majority
 
 __version__ = "0.1.0"
 
@@ -28,11 +29,13 @@ _HOMES = {
     "BeamSearchParams": "radixkv.decoding",
     "CacheConfig": "radixkv.config",
     "Completion": "radixkv.engine",
+    "Context": "radixkv.programs",
     "EngineConfig": "radixkv.config",
     "PrefixCache": "radixkv.cache",
     "RequestOutput": "radixkv.engine",
     "Retention": "radixkv.cache",
     "SamplingParams": "radixkv.decoding",
+    "majority": "radixkv.programs",
 }
 
 __all__ = [
@@ -41,11 +44,13 @@ __all__ = [
     "BeamSearchParams",
     "CacheConfig",
     "Completion",
+    "Context",
     "EngineConfig",
     "PrefixCache",
     "RequestOutput",
     "Retention",
     "SamplingParams",
+    "majority",
 ]
 
 

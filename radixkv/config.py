@@ -10,7 +10,7 @@ from radixkv.errors import ConfigError
 
 if TYPE_CHECKING:
     from radixkv.cache.events import EventSink
-    from radixkv.cache.eviction import EvictionPolicy
+    from radixkv.cache.policies import EvictionPolicy
 
 
 def _positive(name: str, value: object) -> None:

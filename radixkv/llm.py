@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TokenizersBackend
@@ -16,15 +15,22 @@ from transformers import TokenizersBackend
 from radixkv.attention import choose_backend, parse_kv_dtype
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import BeamSearchParams, SamplingParams, Tokenizer
+from radixkv.decoding import (
+    BeamSearchParams,
+    GrammarCompiler,
+    GrammarLimits,
+    SamplingParams,
+    Tokenizer,
+)
 from radixkv.devices import resolve_device
 from radixkv.engine import Engine, ModelRunner, Request, RequestOutput, TokenDelta, output_of
 from radixkv.engine.beams import Params
-from radixkv.engine.graphs import NEEDS_GPU, DecodeGraphs
+from radixkv.engine.graphs import decode_by_graphs, refuse_without_gpu
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
-from radixkv.errors import ConfigError, RequestError
+from radixkv.errors import RequestError
+from radixkv.inputs import Conversation, Prompt, as_conversations, as_prompts, params_for
 from radixkv.memory import parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_on, render_chat
@@ -36,8 +42,6 @@ from radixkv.programs.context import Content
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompt = str | Sequence[int]
-Conversation = Sequence[Mapping[str, Any]]
 Progress = Callable[[str], None]
 
 
@@ -69,6 +73,8 @@ class LLM:
         See `EngineConfig`.
     cuda_graphs : bool
         Record the decode steps of each batch size once, and play them again; see `DecodeGraphs`.
+    grammar_limits : GrammarLimits, optional
+        What a JSON schema, regular expression or grammar may cost.
     progress : callable, optional
         Called with a line before each long step of loading.
 
@@ -98,6 +104,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         cuda_graphs: bool = False,
+        grammar_limits: GrammarLimits | None = None,
         progress: Progress | None = None,
     ) -> None:
         engine_config = EngineConfig(
@@ -112,9 +119,8 @@ class LLM:
         stored = parse_kv_dtype(kv_dtype)
         if seed is not None:
             SamplingParams(seed=seed)
-        loads = not isinstance(model, LoadedModel)
-        if cuda_graphs and loads and resolve_device(device).type == "cpu":
-            raise ConfigError(NEEDS_GPU)
+        if cuda_graphs and not isinstance(model, LoadedModel):
+            refuse_without_gpu(resolve_device(device))
         model = load_on(device, model, dtype, progress=progress)
         self.loaded = model
         self.seed = seed
@@ -140,11 +146,7 @@ class LLM:
             )
             runner = ModelRunner(self._adapter, choose_backend(store), EngineCounters())
             if cuda_graphs:
-                runner.forward = DecodeGraphs(
-                    *(self._adapter, runner.backend),
-                    max_rows=max_num_seqs,
-                    max_blocks=-(-length // block_size) + 1,
-                ).forward
+                decode_by_graphs(runner, max_num_seqs, length)
             self.engine = Engine(
                 runner,
                 self.cache,
@@ -153,6 +155,7 @@ class LLM:
                 max_model_len=context,
                 tokenizer=_decoder(model.tokenizer),
                 eos_token_ids=model.eos_token_ids,
+                grammars=GrammarCompiler(model.tokenizer, model.vocab_size, grammar_limits),
             )
         except BaseException:
             self._give_back()
@@ -194,7 +197,7 @@ class LLM:
         RequestError
             If any prompt is refused at the door; then none has been started.
         """
-        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        tokens = [self.tokenize(prompt) for prompt in as_prompts(prompts)]
         return self._run(tokens, params, **options)
 
     def chat(
@@ -210,7 +213,7 @@ class LLM:
         conversations : list of messages, or a list of such lists
             A message is a mapping with "role" and "content".
         """
-        tokens = [self.render_chat(turns) for turns in _as_conversations(conversations)]
+        tokens = [self.render_chat(turns) for turns in as_conversations(conversations)]
         return self._run(tokens, params, **options)
 
     def beam_search(
@@ -236,7 +239,7 @@ class LLM:
         for its in params if isinstance(params, Sequence) else [params]:
             if not isinstance(its, BeamSearchParams):
                 raise RequestError(f"beam_search takes BeamSearchParams, not {its!r}")
-        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        tokens = [self.tokenize(prompt) for prompt in as_prompts(prompts)]
         return self._run(tokens, params, **options)
 
     def stream(
@@ -253,7 +256,7 @@ class LLM:
         prompts' places in the list, as text. Stopping early (closing the iterator) aborts what is
         left. Several streams may take turns, and share steps.
         """
-        tokens = [self.tokenize(prompt) for prompt in _as_prompts(prompts)]
+        tokens = [self.tokenize(prompt) for prompt in as_prompts(prompts)]
         yield from self._serve([], tokens, params, namespace, retention)
 
     def _run(
@@ -284,7 +287,7 @@ class LLM:
     ) -> Generator[TokenDelta]:
         """Add requests, to ``requests`` too, and yield what comes of them."""
         namespace = (namespace,) if isinstance(namespace, str) else namespace
-        each = _params_for(prompts, params, self.seed)
+        each = params_for(prompts, params, self.seed)
         inbox: deque[TokenDelta] = deque()
         try:
             with DeferredInterrupts():
@@ -395,37 +398,3 @@ def _decoder(tokenizer: PreTrainedTokenizerBase | None) -> Tokenizer | None:
         inner: Tokenizer = tokenizer.backend_tokenizer
         return inner
     return tokenizer
-
-
-def _as_conversations(
-    conversations: Conversation | Sequence[Conversation],
-) -> list[Conversation]:
-    if len(conversations) and isinstance(conversations[0], Mapping):
-        return [cast(Conversation, conversations)]
-    return list(cast("Sequence[Conversation]", conversations))
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of one: a text, or token ids."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-        return [cast(Prompt, prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
-
-
-def _params_for(
-    prompts: Sequence[object],
-    params: Params | Sequence[Params] | None,
-    seed: int | None,
-) -> list[Params]:
-    """One set of parameters a prompt, with the seed filled in where none was given."""
-    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
-        params = [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise RequestError(f"{len(prompts)} prompts, but {len(params)} SamplingParams")
-    return [_seeded(its, seed, index) for index, its in enumerate(params)]
-
-
-def _seeded(params: Params, seed: int | None, index: int) -> Params:
-    if isinstance(params, BeamSearchParams) or seed is None or params.seed is not None:
-        return params
-    return replace(params, seed=(seed + index) % 2**64)

@@ -16,14 +16,17 @@ ROOT = Path(radixkv.__file__).parent
 FLOORS = ["cache", "attention", "model", "engine", "programs", "llm", "cli"]
 EVERYWHERE = {"errors", "config"}
 ALLOWED = {
-    "cache": {"cache"},
-    "native": {"native", "folders"},
+    "cache": {"cache", "compiled"},
+    "compiled": {"folders"},
+    "native": {"native", "compiled", "folders"},
     "attention": {"attention", "cache", "native"},
     "decoding": {"decoding"},
     "model": {"model", "attention", "cache", "devices", "folders", "memory", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "programs": {"programs", "model", "cache", "decoding", "engine"},
-    "llm": {"devices", "memory", "model", "attention", "cache", "decoding", "engine", "programs"},
+    "inputs": {"decoding", "engine"},
+    "llm": {"devices", "inputs", "memory", "model", "attention", "cache", "decoding", "engine"}
+    | {"programs"},
     "devices": set(),
     "memory": set(),
     "workloads": {"workloads"},
@@ -42,11 +45,13 @@ def test_all_is_exact() -> None:
         "BeamSearchParams",
         "CacheConfig",
         "Completion",
+        "Context",
         "EngineConfig",
         "PrefixCache",
         "RequestOutput",
         "Retention",
         "SamplingParams",
+        "majority",
     ]
     assert set(radixkv.__all__) <= set(dir(radixkv))
     for name in radixkv.__all__:

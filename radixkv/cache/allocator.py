@@ -93,6 +93,17 @@ class BlockAllocator:
             self.pending.add(target)
         self._orders.append(order)
 
+    def spare_late(self, target: int, num_tokens: int) -> None:
+        """A late copy into ``target`` ends before the slots that its holder is about to write.
+
+        It was told to copy more before the holder was truncated.
+        """
+        order = self.late.get(target)
+        if order is None or order.num_tokens <= num_tokens:
+            return
+        shorter = self.late[target] = order._replace(num_tokens=num_tokens)
+        self._orders = [shorter if other is order else other for other in self._orders]
+
     def take_copies(self) -> list[CopyOrder]:
         """The orders since the last call, in order."""
         orders, self._orders = self._orders, []

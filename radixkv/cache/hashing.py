@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ import xxhash
 from radixkv.errors import RequestError
 
 Namespace = tuple[str, ...]
+# From a caller: `check_namespace` refuses the rest, which compiled code would do less kindly.
+GivenNamespace = Namespace | Any
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 BlockHash = Callable[[bytes], int]
 
@@ -85,7 +88,7 @@ def common_prefix_at(data: bytes | bytearray, offset: int, edge: bytes | bytearr
     return first if count and differs[first] else count
 
 
-def check_namespace(namespace: Namespace) -> Namespace:
+def check_namespace(namespace: GivenNamespace) -> Namespace:
     """Refuse anything but a tuple of strings: ("a", "bc") and ("ab", "c") must stay different."""
     if namespace == ():
         return namespace

@@ -7,10 +7,10 @@ from dataclasses import replace
 from radixkv.cache.allocator import BlockAllocator
 from radixkv.cache.copies import CopyOrder
 from radixkv.cache.events import Announcer
-from radixkv.cache.eviction import EvictionQueue, make_policy
+from radixkv.cache.eviction import EvictionQueue
 from radixkv.cache.hashing import (
     TOKEN_BYTES,
-    Namespace,
+    GivenNamespace,
     TokenIds,
     check_namespace,
     default_block_hash,
@@ -18,6 +18,7 @@ from radixkv.cache.hashing import (
 )
 from radixkv.cache.laws import check_laws
 from radixkv.cache.match import Match, longest_match
+from radixkv.cache.policies import make_policy
 from radixkv.cache.pool import BlockPool
 from radixkv.cache.render import TokensToText, render_tree
 from radixkv.cache.retention import DEFAULT_RETENTION, Retention
@@ -57,19 +58,19 @@ class PrefixCache:
 
     # -- sequences -------------------------------------------------------------------------------
 
-    def match(self, tokens: TokenIds, namespace: Namespace = ()) -> int:
+    def match(self, tokens: TokenIds, namespace: GivenNamespace = ()) -> int:
         """How many leading tokens are cached; reads only. O(edges) memcmps."""
         match = self._match(token_bytes(tokens), namespace)
         return match.num_blocks * self.block_size + match.source_tokens
 
-    def _match(self, data: bytes, namespace: Namespace) -> Match:
+    def _match(self, data: bytes, namespace: GivenNamespace) -> Match:
         root = self.tree.roots.get(check_namespace(namespace))
         return longest_match(root, data, 0, self.block_bytes)
 
     def acquire(
         self,
         tokens: TokenIds,
-        namespace: Namespace = (),
+        namespace: GivenNamespace = (),
         *,
         retention: Retention = DEFAULT_RETENTION,
         resumed: bool = False,

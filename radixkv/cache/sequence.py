@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from struct import Struct, error
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -146,7 +146,7 @@ class Sequence:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def append(self, token: int) -> None:
+    def append(self, token: SupportsIndex) -> None:
         """Add one token and make its slot writable.
 
         May allocate one block, evict, and order one copy (copy-on-write).
@@ -218,6 +218,8 @@ class Sequence:
             self._copy_on_write(index, blocks.pop(0), offset)
         else:
             blocks = allocator.allocate(missing)
+            if offset and allocator.late:
+                allocator.spare_late(self.table[index], offset)
         self.table += blocks
         self.data += data
 

@@ -6,6 +6,11 @@
     sampler       sample: one token for each row of a batch of logits
     edits, apply  LogitEdits: penalties, biases and bans, and what they change in a batch
     counts        how often each token was generated
+    constraint    Constraint: the JSON schema, regex or grammar that a request's text must obey
+    schema, regex what of a schema or an expression a grammar can promise
+    vocabulary    the text of each token
+    compiler      GrammarCompiler: constraints to grammars, within limits, each compiled once
+    grammar       Grammar, GrammarState: which tokens may follow a text, and whether it may end
     badwords      sequences of tokens that must not be generated
     biases        TokenBiases: an immutable mapping from token ids to numbers
     filters       temperature, top_k, top_p and min_p, as transformers defines them
@@ -19,8 +24,11 @@ Nothing here knows of blocks, caches or models.
 
 from radixkv.decoding.beam import Beam, BeamSearch, Candidates, Hypothesis, propose
 from radixkv.decoding.beam_params import BeamSearchParams
+from radixkv.decoding.compiler import GrammarCompiler, GrammarLimits
+from radixkv.decoding.constraint import Constraint
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
 from radixkv.decoding.edits import LogitEdits, logit_edits
+from radixkv.decoding.grammar import Grammar, GrammarState
 from radixkv.decoding.logprobs import TokenLogprobs
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import resolve_seed
@@ -32,8 +40,13 @@ __all__ = [
     "BeamSearch",
     "BeamSearchParams",
     "Candidates",
+    "Constraint",
     "Detokenizer",
     "FinishReason",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarLimits",
+    "GrammarState",
     "Hypothesis",
     "LogitEdits",
     "SampledTokens",

@@ -2,7 +2,8 @@
 
 The order is vLLM's:
 
-1. ``allowed_token_ids``: all other tokens are forbidden;
+1. ``allowed_token_ids``: all other tokens are forbidden (so is, before this, what a grammar does
+   not allow; see `forbid_all_but`);
 2. ``bad_words``, ``bad_words_ids``, a bias of -100, and, while ``min_tokens`` are missing, the
    tokens that stop: these are forbidden;
 3. ``logit_bias``: all other biases are added;
@@ -41,7 +42,7 @@ def apply_edits(
     logits : (rows, vocab) float32, contiguous
         Changed in place.
     edits : sequence of LogitEdits or None
-        One a row.
+        One a row, or none at all.
     banned : sequence of sequence of int
         One a row: tokens that must not be sampled, besides.
     """

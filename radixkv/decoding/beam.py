@@ -3,11 +3,14 @@
 The search is the one of transformers' ``generate(num_beams=...)`` (version 5), written from its
 definition. It knows tokens and scores, nothing of models or blocks. Scores are summed and divided
 in float32, as there, so that ties and rounding fall the same way.
+
+Penalties, biases and bans change the log-probabilities, not the logits, and nothing is normalised
+after them: what is summed up is what they leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,22 +19,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.beam_params import BeamSearchParams
+from radixkv.decoding.edits import LogitEdits
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of one beam, in order; of equally likely ones the lower id first.
+    """The best next tokens of one beam, in order; of equally good ones the lower id first.
 
     Parameters
     ----------
     token_ids : (k,) int64
+        Empty if nothing may follow.
+    scores : (k,) float32
+        Log-probabilities after the beam's edits.
     logprobs : (k,) float32
+        The model's own.
     details : tuple of TokenLogprobs
         One a token if they were asked for, else empty.
     """
 
     token_ids: NDArray[np.int64]
+    scores: NDArray[np.float32]
     logprobs: NDArray[np.float32]
     details: tuple[TokenLogprobs, ...] = ()
 
@@ -42,22 +52,25 @@ class Beam:
 
     Attributes
     ----------
-    logprob : float
-        Sum of its tokens' log-probabilities.
+    total : float
+        Sum of its tokens' log-probabilities after edits: by this it is ranked.
     parent : int
         Place, among the running beams of the step before, of the one that it continues.
+    logprob : float
+        Sum of its tokens' log-probabilities as the model gave them.
     details : tuple of TokenLogprobs
         One a token if they were asked for, else empty.
     """
 
     token_ids: tuple[int, ...] = ()
-    logprob: float = 0.0
+    total: float = 0.0
     parent: int = 0
+    logprob: float = 0.0
     details: tuple[TokenLogprobs, ...] = ()
 
 
 class Hypothesis(NamedTuple):
-    """A sequence that has ended; ``score`` is its log-probability after the length penalty."""
+    """A sequence that has ended; ``score`` is its total after the length penalty."""
 
     beam: Beam
     score: float
@@ -65,9 +78,14 @@ class Hypothesis(NamedTuple):
 
 @torch.inference_mode()
 def propose(
-    logits: Tensor, k: int, *, banned: Sequence[int] = (), top: int | None = None
+    logits: Tensor,
+    k: int,
+    *,
+    edits: Sequence[LogitEdits | None] = (),
+    banned: Sequence[int] = (),
+    top: int | None = None,
 ) -> list[Candidates | None]:
-    """The ``k`` likeliest next tokens of each beam.
+    """The ``k`` best next tokens of each beam.
 
     Parameters
     ----------
@@ -75,38 +93,39 @@ def propose(
         Not changed. Computed with in float32.
     k : int
         More than there are possible tokens means all of these.
+    edits : sequence of LogitEdits or None
+        One a beam, or none at all: what they do is done to log-probabilities.
     banned : sequence of int
-        Tokens that must not come next; the others' log-probabilities stay as they are.
+        Tokens that must come behind no beam; the others' log-probabilities stay as they are.
     top : int or None
         What ``details`` lists beside each token; None for no details.
 
     Returns
     -------
     list of Candidates or None
-        None where the logits hold a NaN or +inf, or leave no token to choose.
+        None where the logits hold a NaN or +inf, or are all -inf.
     """
-    table = logits.float().log_softmax(dim=-1).cpu().numpy()
-    return [_propose(line, k, banned, top) for line in table]
+    logprobs = logits.float().log_softmax(dim=-1)
+    scores = logprobs
+    if banned or any(its is not None for its in edits):
+        scores = logprobs.clone(memory_format=torch.contiguous_format)
+        apply_edits(scores, edits, [banned] * len(scores))
+    rows = zip(logprobs.cpu().numpy(), scores.cpu().numpy(), strict=True)
+    return [_propose(own, edited, k, top) for own, edited in rows]
 
 
 def _propose(
-    line: NDArray[np.float32], k: int, banned: Sequence[int], top: int | None
+    own: NDArray[np.float32], edited: NDArray[np.float32], k: int, top: int | None
 ) -> Candidates | None:
     # Whatever is wrong with one logit makes the whole line NaN.
-    if np.isnan(line.max()):
+    if np.isnan(own.max()):
         return None
-    allowed = line
-    if banned:
-        allowed = line.copy()
-        allowed[[token for token in banned if 0 <= token < len(line)]] = -np.inf
-    last = max(len(line) - k, 0)
-    found = np.flatnonzero(allowed >= np.partition(allowed, last)[last])
-    found = found[np.argsort(-allowed[found], kind="stable")[:k]]
-    found = found[np.isfinite(allowed[found])]
-    if not len(found):
-        return None
-    details = () if top is None else tuple(describe(line, token, top) for token in found.tolist())
-    return Candidates(found, line[found], details)
+    last = max(len(edited) - k, 0)
+    found = np.flatnonzero(edited >= np.partition(edited, last)[last])
+    found = found[np.argsort(-edited[found], kind="stable")[:k]]
+    found = found[np.isfinite(edited[found])]
+    details = () if top is None else tuple(describe(own, token, top) for token in found.tolist())
+    return Candidates(found, edited[found], own[found], details)
 
 
 class BeamSearch:
@@ -123,8 +142,8 @@ class BeamSearch:
     Attributes
     ----------
     running : list of Beam
-        Likeliest first; one empty beam before the first step. Fewer than ``beam_width`` only where
-        the vocabulary leaves no more.
+        Best first; one empty beam before the first step. Fewer than ``beam_width`` only where
+        the vocabulary, bans or stop strings leave no more.
     finished : list of Hypothesis
         The best that have ended, best first, at most ``beam_width``.
     done : bool
@@ -156,13 +175,18 @@ class BeamSearch:
         """Tokens that must not come next: those that end, until min_tokens are there."""
         return tuple(self.end_tokens) if self.num_tokens < self.params.min_tokens else ()
 
-    def advance(self, candidates: Sequence[Candidates]) -> None:
+    def advance(
+        self, candidates: Sequence[Candidates], stops: Callable[[Beam], bool] | None = None
+    ) -> None:
         """Continue every running beam by one token, and keep the best.
 
         Parameters
         ----------
         candidates : sequence of Candidates
             One a running beam, in their order, each of ``num_candidates`` tokens or all there are.
+        stops : callable, optional
+            Whether a beam ends by what its last token completes: a stop string, say. Asked only
+            of beams that nothing else ends, best first, and until it is clear who goes on.
 
         Raises
         ------
@@ -178,21 +202,24 @@ class BeamSearch:
         going: list[Beam] = []
         ended: list[Hypothesis] = []
         for place, beam in enumerate(self._best(candidates)):
-            if length < self.max_new_tokens and beam.token_ids[-1] not in self.end_tokens:
+            if place >= width and len(going) >= width:
+                break
+            ends = length == self.max_new_tokens or beam.token_ids[-1] in self.end_tokens
+            if not ends and not (stops is not None and stops(beam)):
                 going.append(beam)
             # Who ends among the others is no result: they are looked at only to go on from.
             elif place < width:
-                ended.append(Hypothesis(beam, self._score(beam.logprob, length)))
+                ended.append(Hypothesis(beam, self._score(beam.total, length)))
         ranked = sorted(self.finished + ended, key=lambda hypothesis: -hypothesis.score)
         self.finished = ranked[:width]
         self.running = going[:width]
         self.done = not self.running or not self._can_improve(length)
 
     def _best(self, candidates: Sequence[Candidates]) -> list[Beam]:
-        """The likeliest continuations of all beams together, likeliest first."""
+        """The best continuations of all beams together, best first."""
         totals = np.concatenate(
             [
-                np.float32(beam.logprob) + proposed.logprobs
+                np.float32(beam.total) + proposed.scores
                 for beam, proposed in zip(self.running, candidates, strict=True)
             ]
         )
@@ -210,13 +237,14 @@ class BeamSearch:
                     (*before.token_ids, int(proposed.token_ids[rank])),
                     float(totals[at]),
                     parent,
+                    float(np.float32(before.logprob) + proposed.logprobs[rank]),
                     before.details + proposed.details[rank : rank + 1],
                 )
             )
         return beams
 
-    def _score(self, logprob: float, length: int) -> float:
-        return float(np.float32(logprob) / np.float32(length**self.params.length_penalty))
+    def _score(self, total: float, length: int) -> float:
+        return float(np.float32(total) / np.float32(length**self.params.length_penalty))
 
     def _can_improve(self, length: int) -> bool:
         """Whether a running beam may still become one of the results, as ``early_stopping`` asks.
@@ -230,4 +258,4 @@ class BeamSearch:
             return False
         if self.params.early_stopping == "never" and self.params.length_penalty > 0:
             length = self.max_new_tokens
-        return self._score(self.running[0].logprob, length) > self.finished[-1].score
+        return self._score(self.running[0].total, length) > self.finished[-1].score

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from radixkv.decoding import checks
+from radixkv.decoding.biases import TokenBiases
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.unknown import names_unknown_keywords
 from radixkv.errors import RequestError
+
+# What each sequence obeys by itself, checked where sampled ones have it checked.
+OF_EACH = (
+    "max_tokens",
+    "min_tokens",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "bad_words_ids",
+    "allowed_token_ids",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "logprobs",
+)
 
 EarlyStopping = bool | Literal["never"]
 
@@ -32,24 +50,43 @@ class BeamSearchParams:
     max_tokens : int
         Most tokens of each sequence; the end token counts.
     min_tokens : int
-        Tokens before which no end token is taken.
+        Tokens before which no end token is taken, and no stop string ends a sequence.
     length_penalty : float
-        A sequence's score is the sum of its tokens' log-probabilities over its number of tokens to
-        this power: above 0 favours long ones, 0 leaves the sum, below 0 favours short ones.
+        A sequence's score is the sum of its tokens' log-probabilities (after penalties and biases)
+        over its number of tokens to this power: above 0 favours long ones, 0 leaves the sum, below
+        0 favours short ones.
     early_stopping : True, False or "never"
         When to stop, once ``beam_width`` sequences have ended. True: at once. False: when the best
         beam, were it to end now, would not beat the worst of them. "never": when it could not at
         any length up to ``max_tokens``.
     num_return_sequences : int
         Sequences returned, best first; at most ``beam_width``.
+    repetition_penalty : float
+        The log-probability of each token in the prompt or generated so far is multiplied by it; 1
+        changes nothing.
+    logit_bias : mapping of int to float
+        Added to the log-probabilities of these token ids: in [-100, 100], and -100 forbids the
+        token. Kept as an immutable mapping.
+    bad_words : str or sequence of str
+        Words never generated, at a text's beginning or behind a space; kept as a tuple.
+    bad_words_ids : sequence of sequence of int
+        The same by token ids: the last of each is forbidden where the others stand just before it,
+        in the prompt too.
+    allowed_token_ids : sequence of int or None
+        The only tokens that may come, so add the end token if it shall be one of them; None: all.
+    stop : str or sequence of str
+        Text that ends a sequence, as an end token does; kept as a tuple.
     stop_token_ids : sequence of int
         Tokens that end a sequence, besides the model's own; kept as a tuple.
     ignore_eos : bool
         Go on after the model's end token.
+    include_stop_str_in_output : bool
+        Leave the stop string that matched at the end of the text.
     skip_special_tokens : bool
         Leave special tokens out of the texts.
     logprobs : int or None
-        None: none. 0: log-probability and rank of each token. k: also the k likeliest.
+        None: none. 0: log-probability and rank of each token. k: also the k likeliest. They are
+        the model's own, before penalties, biases and bans.
 
     Raises
     ------
@@ -65,8 +102,15 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
     num_return_sequences: int = 1
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = TokenBiases({})
+    bad_words: str | Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
 
@@ -95,19 +139,14 @@ class BeamSearchParams:
                 f"({self.beam_width}); a search keeps no more sequences than beams"
             )
         branches = self.for_branches()
-        for name in ("max_tokens", "min_tokens", "stop_token_ids", "logprobs"):
+        for name in OF_EACH:
             object.__setattr__(self, name, getattr(branches, name))
 
     def for_branches(self) -> SamplingParams:
         """The part of it that each sequence obeys by itself, as a greedy request's."""
         return SamplingParams(
             n=self.num_return_sequences,
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
             temperature=0,
             seed=0,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            skip_special_tokens=self.skip_special_tokens,
-            logprobs=self.logprobs,
+            **{name: getattr(self, name) for name in OF_EACH},
         )

@@ -57,6 +57,15 @@ def number(
     raise RequestError(f"{name} must be a number in {span}{_also(hint)}, got {value!r}")
 
 
+def in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise RequestError if a token id is ``vocab_size`` or more; all are at least 0 already."""
+    if (highest := max(token_ids, default=0)) >= vocab_size:
+        raise RequestError(
+            f"{name} names token id {highest}, which is outside the vocabulary of "
+            f"{vocab_size} tokens"
+        )
+
+
 def boolean(name: str, value: object) -> bool:
     """Return ``value`` if it is a bool, else raise RequestError."""
     if isinstance(value, bool):

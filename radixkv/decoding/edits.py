@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.decoding import checks
 from radixkv.decoding.badwords import BadWords, encode_words
 from radixkv.decoding.biases import BAN
 from radixkv.decoding.counts import NO_IDS, Ids, TokenCounts
 from radixkv.decoding.params import SamplingParams
-from radixkv.errors import RequestError
 
 Values = NDArray[np.float32]
 
@@ -72,14 +72,17 @@ class LogitEdits:
     Parameters
     ----------
     rules : EditRules
+    behind : sequence of int
+        Tokens that stand before all generated ones, with which bad words may begin; the last few
+        will do.
     """
 
     __slots__ = ("_tail", "counts", "rules")
 
-    def __init__(self, rules: EditRules) -> None:
+    def __init__(self, rules: EditRules, behind: Iterable[int] = ()) -> None:
         self.rules = rules
         self.counts = TokenCounts(rules.prompt) if rules.counts_tokens else None
-        self._tail: deque[int] = deque(maxlen=rules.bad_words.reach if rules.bad_words else 0)
+        self._tail = deque(behind, maxlen=rules.bad_words.reach if rules.bad_words else 0)
 
     def push(self, token_id: int) -> None:
         """Note a generated token; O(1) amortised."""
@@ -109,6 +112,7 @@ def logit_edits(
     *,
     vocab_size: int,
     tokenizer: object = None,
+    words_begin_in_prompt: bool = False,
 ) -> LogitEdits | None:
     """The edits of a fresh request's first branch, to be copied for the others; None for none.
 
@@ -120,6 +124,9 @@ def logit_edits(
         Token ids lie in ``[0, vocab_size)``.
     tokenizer : object, optional
         With an ``encode``, for ``bad_words``.
+    words_begin_in_prompt : bool
+        Whether the prompt's last tokens may be the beginning of a bad word, as in transformers;
+        vLLM lets them count for none.
 
     Raises
     ------
@@ -132,11 +139,7 @@ def logit_edits(
         "allowed_token_ids": params.allowed_token_ids or (),
     }
     for name, ids in named.items():
-        if (highest := max(ids, default=0)) >= vocab_size:
-            raise RequestError(
-                f"{name} names token id {highest}, which is outside the vocabulary of "
-                f"{vocab_size} tokens"
-            )
+        checks.in_vocabulary(name, ids, vocab_size)
     penalties = (
         params.repetition_penalty != 1,
         params.presence_penalty != 0,
@@ -144,7 +147,9 @@ def logit_edits(
     )
     if not (any(penalties) or any(map(len, named.values())) or params.bad_words):
         return None
-    return LogitEdits(EditRules(params, prompt, tokenizer))
+    rules = EditRules(params, prompt, tokenizer)
+    reach = rules.bad_words.reach if rules.bad_words and words_begin_in_prompt else 0
+    return LogitEdits(rules, prompt[max(len(prompt) - reach, 0) :].tolist())
 
 
 def _ids(tokens: Iterable[int]) -> Ids:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from radixkv.decoding import checks
 from radixkv.decoding.biases import TokenBiases
+from radixkv.decoding.constraint import Constraint, constraint_of, grammar_text, schema_text
 from radixkv.decoding.unknown import names_unknown_keywords
 from radixkv.errors import RequestError
 
@@ -14,6 +16,8 @@ GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it would only overflow float32."""
 
 MAX_SEED = 2**64 - 1
+
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "json_object", "skip_special_tokens")
 
 
 @names_unknown_keywords
@@ -25,6 +29,10 @@ class SamplingParams:
     ----------
     n : int
         Continuations of the prompt, each sampled from its own stream of random numbers.
+    best_of : int or None
+        Sample so many, at least ``n``, and return the ``n`` with the highest mean log-probability
+        a token, in this order; not with temperature 0, which would make all of them the same.
+        None: all that are sampled are returned, in the order of their random numbers.
     max_tokens : int
         Most tokens of each continuation; the end token counts.
     min_tokens : int
@@ -54,6 +62,16 @@ class SamplingParams:
     allowed_token_ids : sequence of int or None
         The only tokens that may be sampled, so add the end token if it shall be one of them;
         None: all.
+    json_schema : str, mapping, pydantic model's class, or None
+        The text is JSON that is valid by this schema, on one line, with its properties in the
+        schema's order. A schema of which a grammar cannot promise all is refused. Kept as JSON.
+    json_object : bool
+        The text is some JSON object.
+    regex : str or None
+        The whole text matches this regular expression.
+    grammar : str or None
+        The text follows these rules in GBNF, as llama.cpp has it, from the rule ``root``. Of
+        ``json_schema``, ``json_object``, ``regex`` and ``grammar`` one at the most is given.
     seed : int or None
         The same seed gives the same tokens, whatever else is in the batch. None: fresh entropy.
     stop : str or sequence of str
@@ -82,6 +100,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -95,6 +114,10 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     bad_words_ids: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -107,6 +130,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every value and bring it to its plain type (numpy scalars are welcome)."""
         plain = {**self._plain_lengths(), **self._plain_filters(), **self._plain_edits()}
+        plain |= self._plain_grammars()
         if self.seed is not None:
             hint = "None draws a fresh one"
             plain["seed"] = checks.integer("seed", self.seed, low=0, high=MAX_SEED, hint=hint)
@@ -118,7 +142,7 @@ class SamplingParams:
             plain["prompt_logprobs"] = checks.integer(
                 "prompt_logprobs", self.prompt_logprobs, low=0, hint=hint
             )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in FLAGS:
             checks.boolean(name, getattr(self, name))
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -126,9 +150,23 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of ({self.best_of}) must be at least n ({self.n}): so many are sampled, and "
+                "n of them returned"
+            )
+        if self.ranked and self.greedy:
+            raise RequestError(
+                f"best_of={self.best_of} with temperature 0 would sample the same text each time; "
+                "set a temperature, or leave best_of out"
+            )
+        _ = self.constraint  # What it refuses is refused now.
 
     def _plain_lengths(self) -> dict[str, object]:
         return {
+            "best_of": self.best_of
+            if self.best_of is None
+            else checks.integer("best_of", self.best_of, low=1, hint="at least n"),
             "n": checks.integer("n", self.n, low=1),
             "max_tokens": checks.integer("max_tokens", self.max_tokens, low=1),
             "min_tokens": checks.integer("min_tokens", self.min_tokens, low=0),
@@ -168,6 +206,34 @@ class SamplingParams:
                 )
             plain["allowed_token_ids"] = allowed
         return plain
+
+    def _plain_grammars(self) -> dict[str, object]:
+        plain: dict[str, object] = {}
+        if self.json_schema is not None:
+            plain["json_schema"] = schema_text(self.json_schema)
+        for name in ("regex", "grammar"):
+            if (value := getattr(self, name)) is not None:
+                plain[name] = grammar_text(name, value)
+        return plain
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text must obey, ready to be compiled; None if anything goes."""
+        return constraint_of(
+            json_schema=cast("str | None", self.json_schema),
+            regex=self.regex,
+            grammar=self.grammar,
+            json_object=self.json_object,
+        )
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the continuations are compared when all have ended."""
+        return self.best_of is not None and self.best_of > 1
+
+    def for_branches(self) -> SamplingParams:
+        """What each continuation obeys: the same, with the log-probabilities that ranking needs."""
+        return replace(self, logprobs=0) if self.ranked and self.logprobs is None else self
 
     @property
     def greedy(self) -> bool:

@@ -18,10 +18,12 @@ from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.draw import draw
 from radixkv.decoding.edits import LogitEdits
 from radixkv.decoding.filters import weigh
+from radixkv.decoding.grammar import forbid_all_but
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import uniforms
 from radixkv.decoding.rowwise import argmax
+from radixkv.decoding.vocabulary import Mask
 
 
 class SamplingRow(NamedTuple):
@@ -40,6 +42,8 @@ class SamplingRow(NamedTuple):
         Tokens that must not be sampled; ids outside the vocabulary are ignored.
     edits : LogitEdits or None
         Of this continuation: what its parameters change in the logits; None for nothing.
+    allowed : (words,) int32 or None
+        The tokens that its grammar allows, packed; see `GrammarState`. None for all.
     """
 
     params: SamplingParams
@@ -48,6 +52,12 @@ class SamplingRow(NamedTuple):
     position: int = 0
     banned: Sequence[int] = ()
     edits: LogitEdits | None = None
+    allowed: Mask | None = None
+
+    @property
+    def edited(self) -> bool:
+        """Whether anything is changed in its logits before a token is chosen."""
+        return len(self.banned) > 0 or self.edits is not None or self.allowed is not None
 
 
 class SampledTokens(NamedTuple):
@@ -75,9 +85,10 @@ class SampledTokens(NamedTuple):
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Choose the next token of every row.
 
-    First come a row's edits: allowed tokens, bad words and banned tokens, biases, penalties (see
-    `apply_edits`). Greedy rows then cost one argmax. Rows that sample are filtered in the order
-    temperature, top_k, top_p, min_p, and draw one counter-based uniform number each.
+    First come a row's edits: its grammar, allowed tokens, bad words and banned tokens, biases,
+    penalties (see `forbid_all_but` and `apply_edits`). Greedy rows then cost one argmax. Rows that
+    sample are filtered in the order temperature, top_k, top_p, min_p, and draw one counter-based
+    uniform number each.
 
     Parameters
     ----------
@@ -102,7 +113,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     sound = np.isfinite(best)
     valid = sound.copy()
     greedy = np.array([row.params.greedy for row in rows], dtype=bool)
-    edited = np.array([len(row.banned) > 0 or row.edits is not None for row in rows], dtype=bool)
+    edited = np.array([row.edited for row in rows], dtype=bool)
     if len(index := np.flatnonzero(valid & greedy & edited)):
         token_ids[index], best[index] = argmax(_edit(logits, rows, index))
         valid &= np.isfinite(best)
@@ -120,6 +131,9 @@ def _edit(logits: Tensor, rows: Sequence[SamplingRow], index: NDArray[np.int64])
     """Copy the rows at ``index`` to float32 and change each as its request says."""
     copy = logits[torch.from_numpy(index).to(logits.device)].float()
     chosen = [rows[i] for i in index.tolist()]
+    masks = [(place, row.allowed) for place, row in enumerate(chosen) if row.allowed is not None]
+    if masks:
+        forbid_all_but(copy, masks)
     if any(len(row.banned) or row.edits is not None for row in chosen):
         apply_edits(copy, [row.edits for row in chosen], [row.banned for row in chosen])
     return copy

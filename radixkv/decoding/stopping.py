@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
 from radixkv.decoding.edits import LogitEdits
+from radixkv.decoding.grammar import Grammar
 from radixkv.decoding.params import SamplingParams
 from radixkv.errors import RequestError
 
@@ -57,6 +58,9 @@ class TextStream:
         The prompt's tokens (the last few will do), behind which the text is decoded.
     edits : LogitEdits or None
         Told of each token, and copied with the stream; for the sampler.
+    grammar : Grammar or None
+        What the text must obey. Tokens that stop are allowed where it may end, and nowhere else;
+        where it must end, the continuation does, whatever ``min_tokens`` says.
 
     Raises
     ------
@@ -74,8 +78,10 @@ class TextStream:
         "_stops",
         "edits",
         "finish_reason",
+        "grammar",
         "params",
         "stop_reason",
+        "stopped_by_token",
         "token_ids",
     )
 
@@ -87,6 +93,7 @@ class TextStream:
         eos_token_ids: Iterable[int] = (),
         context: Sequence[int] = (),
         edits: LogitEdits | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
@@ -97,6 +104,8 @@ class TextStream:
         self.stop_reason: str | int | None = None
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_ids = tuple(sorted(self._eos.union(params.stop_token_ids)))
+        self.grammar = None if grammar is None else grammar.start(self._stop_ids)
+        self.stopped_by_token = False
         self._stops = tuple(params.stop)
         self._longest = max(map(len, self._stops), default=1)
         self._pieces: list[str] = []
@@ -139,9 +148,14 @@ class TextStream:
         if self.edits is not None:
             self.edits.push(token_id)
         if stops:
+            self.stopped_by_token = True
             reason = token_id if token_id in self.params.stop_token_ids else None
             return self._advance(self._flush(), "stop", reason)
+        if self.grammar is not None:
+            self.grammar.push(token_id)
         text = self._detokenizer.push(token_id) if self._detokenizer else ""
+        if self.grammar is not None and self.grammar.ended:
+            return self._advance(text + self._flush(), "stop")
         if len(self.token_ids) >= self.params.max_tokens:
             return self._advance(text + self._flush(), "length")
         return self._advance(text)
@@ -164,6 +178,7 @@ class TextStream:
         twin._pieces = self._pieces.copy()
         twin._detokenizer = self._detokenizer and self._detokenizer.copy()
         twin.edits = self.edits and self.edits.copy()
+        twin.grammar = self.grammar and self.grammar.copy()
         return twin
 
     def _flush(self) -> str:

@@ -19,9 +19,18 @@ ALIASES: Mapping[str, str] = {
     "do_sample": "temperature (0 is greedy; above 0 samples)",
     "early_stopping": "early_stopping (BeamSearchParams)",
     "eos_token_id": "stop_token_ids",
+    "format": "json_schema (or json_object, regex, grammar)",
     "generator": "seed",
     "greedy": "temperature=0",
+    "guided_choice": "regex (as in 'yes|no')",
+    "guided_decoding": "json_schema, regex or grammar",
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "ebnf": "grammar",
     "ignore_eos_token": "ignore_eos",
+    "json_mode": "json_object",
     "length_penalty": "length_penalty (BeamSearchParams)",
     "max_completion_tokens": "max_tokens",
     "max_length": "max_tokens (which counts new tokens only)",
@@ -37,11 +46,13 @@ ALIASES: Mapping[str, str] = {
     "output_scores": "logprobs",
     "random_seed": "seed",
     "repeat_penalty": "repetition_penalty",
+    "response_format": "json_schema (a schema) or json_object=True",
     "return_logprob": "logprobs",
     "sampling_seed": "seed",
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "stop_words": "stop",
+    "structured_outputs": "json_schema, regex or grammar",
     "suppress_tokens": "logit_bias (a bias of -100 forbids a token)",
     "top_logprobs": "logprobs",
     "top_logprobs_num": "logprobs",
@@ -52,29 +63,22 @@ ALIASES: Mapping[str, str] = {
 OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
     "BeamSearchParams": {
         "beam_size": "beam_width",
+        "best_of": "beam_width (and num_return_sequences)",
         "n": "num_return_sequences",
         "num_beams": "beam_width",
         "num_samples": "num_return_sequences",
         "use_beam_search": "beam_width",
         **dict.fromkeys(
-            ("stop", "stop_sequences", "stop_strings", "stop_words"),
-            "stop_token_ids (beams end at tokens only)",
-        ),
-        **dict.fromkeys(
             ("do_sample", "min_p", "seed", "temperature", "top_k", "top_p"),
             "SamplingParams (beams are not sampled)",
         ),
         **dict.fromkeys(
-            (
-                "allowed_token_ids",
-                "bad_words",
-                "bad_words_ids",
-                "frequency_penalty",
-                "logit_bias",
-                "presence_penalty",
-                "repetition_penalty",
-            ),
-            "SamplingParams (beams take the model's logits as they are)",
+            ("grammar", "json_object", "json_schema", "regex"),
+            "SamplingParams (beams follow no grammar: they rank what the model itself would say)",
+        ),
+        **dict.fromkeys(
+            ("frequency_penalty", "presence_penalty"),
+            "repetition_penalty (the others are for samples)",
         ),
     },
 }
@@ -82,17 +86,10 @@ OWN_ALIASES: Mapping[str, Mapping[str, str]] = {
 # Names that other engines honour and this version does not: refused, never ignored.
 NOT_YET = frozenset(
     {
-        "best_of",
-        "grammar",
-        "guided_decoding",
-        "json_schema",
         "logits_processor",
         "logits_processors",
         "no_repeat_ngram_size",
-        "regex",
-        "response_format",
         "sequence_bias",
-        "structured_outputs",
         "typical_p",
     }
 )

@@ -24,9 +24,17 @@ from radixkv.decoding import (
     TextStream,
     propose,
 )
-from radixkv.engine.request import Branch, Request, Status, TokenDelta
+from radixkv.engine.request import (
+    NO_TOKEN_LEFT,
+    Branch,
+    Request,
+    Status,
+    TokenDelta,
+    deltas_of,
+)
 from radixkv.engine.scheduler import Scheduler
 from radixkv.engine.stats import EngineCounters
+from radixkv.errors import RequestError
 
 Params = SamplingParams | BeamSearchParams
 
@@ -53,7 +61,9 @@ class BeamGroup:
 
 def num_branches(params: Params) -> int:
     """Most sequences that a request holds at once."""
-    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+    if isinstance(params, BeamSearchParams):
+        return params.beam_width
+    return params.best_of or params.n
 
 
 def make_group(
@@ -99,6 +109,7 @@ class BeamStepper:
                 proposed = propose(
                     logits[torch.tensor([row for _, row in beams])],
                     group.search.num_candidates,
+                    edits=[branch.stream.edits for branch, _ in beams],
                     banned=group.search.banned_tokens,
                     top=request.params.logprobs,
                 )
@@ -118,6 +129,11 @@ class BeamStepper:
 
         Changes no sequence, so that a tokenizer's error finds the request whole. If the search is
         done, the branches are its results, best first, and have ended.
+
+        Raises
+        ------
+        RequestError
+            If nothing may follow any beam, and no sequence has ended.
         """
         group = _group_of(request)
         # A beam that is still to be computed again (after a preemption) has old candidates at best.
@@ -126,14 +142,30 @@ class BeamStepper:
         beams = request.branches[: len(group.search.running)]
         if not all(branch in group.candidates for branch in beams):
             return None
-        group.search.advance([group.candidates[branch] for branch in beams])
+        candidates = [group.candidates[branch] for branch in beams]
         group.candidates = {}
-        if group.search.done:
-            return _results(request, group)
-        return [
-            _successor(beams[beam.parent], index, beam)
-            for index, beam in enumerate(group.search.running)
-        ]
+        streams: dict[tuple[int, int], TextStream] = {}
+
+        def grow(beam: Beam) -> TextStream:
+            place = beam.parent, beam.token_ids[-1]
+            if place not in streams:
+                streams[place] = beams[beam.parent].stream.copy()
+                streams[place].push(beam.token_ids[-1])
+            return streams[place]
+
+        # Text is made of every candidate only where it may end one.
+        searched = group.search.params.stop
+        group.search.advance(
+            candidates, (lambda beam: grow(beam).finish_reason is not None) if searched else None
+        )
+        if not group.search.done:
+            return [
+                _successor(beams[beam.parent], index, beam, grow(beam))
+                for index, beam in enumerate(group.search.running)
+            ]
+        if not group.search.finished:
+            raise RequestError(NO_TOKEN_LEFT)
+        return _results(request, group)
 
     def carry_out(self, request: Request, successors: list[Branch]) -> list[TokenDelta]:
         """Let the chosen branches take over; returns the results' tokens once there are any."""
@@ -152,7 +184,7 @@ class BeamStepper:
         self.scheduler.release(kept)
         request.branches = successors
         request.first_token_at = time.perf_counter()
-        return [delta for branch in successors for delta in _deltas(branch)]
+        return [delta for branch in successors for delta in deltas_of(branch)]
 
     def _hand_on(
         self, beams: list[Branch], successors: list[Branch], parents: Sequence[int]
@@ -176,10 +208,8 @@ def _group_of(request: Request) -> BeamGroup:
     return request.beams
 
 
-def _successor(branch: Branch, index: int, beam: Beam) -> Branch:
+def _successor(branch: Branch, index: int, beam: Beam, stream: TextStream) -> Branch:
     """A beam one token on, as a branch that still has no sequence."""
-    stream = branch.stream.copy()
-    stream.push(beam.token_ids[-1])
     return Branch(
         branch.request,
         index,
@@ -205,18 +235,6 @@ def _results(request: Request, group: BeamGroup) -> list[Branch]:
         branch.score = score
         results.append(branch)
     return results
-
-
-def _deltas(branch: Branch) -> list[TokenDelta]:
-    """A result's tokens, all at once; its text comes with the last of them."""
-    stream = branch.stream
-    request_id, last = branch.request.request_id, len(stream.token_ids) - 1
-    return [
-        TokenDelta(request_id, branch.index, token, "", None)
-        if place < last
-        else TokenDelta(request_id, branch.index, token, stream.text, stream.finish_reason)
-        for place, token in enumerate(stream.token_ids)
-    ]
 
 
 def _nearest(beams: list[Branch], token_ids: Sequence[int]) -> Branch:

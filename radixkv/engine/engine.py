@@ -11,24 +11,19 @@ import numpy.typing as npt
 import torch
 
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
-from radixkv.cache.hashing import check_namespace
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
-    BeamSearchParams,
-    LogitEdits,
-    SamplingParams,
+    GrammarCompiler,
     SamplingRow,
-    TextStream,
     Tokenizer,
-    logit_edits,
-    resolve_seed,
     sample,
 )
-from radixkv.engine.beams import BeamStepper, Params, make_group, num_branches
-from radixkv.engine.door import check_size, checked_prompt
+from radixkv.engine.beams import BeamStepper, Params
+from radixkv.engine.door import Door
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
-from radixkv.engine.request import NOTHING, Branch, Request, Status, TokenDelta
+from radixkv.engine.ranking import rank
+from radixkv.engine.request import NO_TOKEN_LEFT, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
 from radixkv.engine.scoring import score_prompts
@@ -37,14 +32,6 @@ from radixkv.errors import (
     EngineStoppedError,
     NumericalError,
     RequestError,
-)
-
-# Prompt tokens behind which the first generated ones are turned into text.
-CONTEXT_TOKENS = 8
-
-NO_TOKEN_LEFT = (
-    "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to sample; "
-    "allow more, or forbid less"
 )
 
 
@@ -62,6 +49,8 @@ class Engine:
         Without one, texts stay empty and stop strings are refused.
     eos_token_ids : iterable of int
         Tokens that end a continuation.
+    grammars : GrammarCompiler, optional
+        Compiles what requests' texts must obey; without one, such requests are refused.
     """
 
     def __init__(
@@ -74,6 +63,7 @@ class Engine:
         max_model_len: int,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.runner = runner
         self.cache = cache
@@ -84,7 +74,15 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.door = Door(
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            pool=(cache.pool.num_blocks, cache.block_size),
+            tokenizer=tokenizer,
+            eos_token_ids=tuple(eos_token_ids),
+            grammars=GrammarCompiler(None, vocab_size) if grammars is None else grammars,
+        )
         self.requests: dict[str, Request] = {}
         self._serial = 0
         self._stopped = False
@@ -123,48 +121,24 @@ class Engine:
         RequestError
             If it cannot be served: empty prompt, token ids out of range, a prompt longer than the
             model's context, a request larger than the pool, an id that is in use, a namespace
-            that is no tuple of strings.
+            that is no tuple of strings, a grammar that cannot be compiled.
         EngineStoppedError
             If the engine was shut down.
         """
         if self._stopped:
             raise EngineStoppedError("the engine was shut down")
-        if not isinstance(retention, Retention):
-            raise RequestError(f"retention must be a Retention, not {retention!r}")
         if request_id in self.requests:
             raise RequestError(f"there is a request {request_id!r} already")
-        tokens = self.check_request(prompt, params)
-        each = params.for_branches() if isinstance(params, BeamSearchParams) else params
-        if hold is not None and num_branches(params) > 1:
-            raise RequestError(
-                "a request of several branches cannot run on a kept sequence; fork it"
-            )
-        if scored_from is None:
-            scored_from = NOTHING if each.prompt_logprobs is None else 0
-        request = Request(
+        request = self.door.make(
+            prompt,
+            params,
             request_id=self._new_id() if request_id is None else request_id,
             serial=self._serial,
-            prompt=tokens,
-            params=each,
-            seed=resolve_seed(each.seed),
-            namespace=check_namespace(namespace),
+            namespace=namespace,
             retention=retention,
             hold=hold,
             scored_from=scored_from,
         )
-        request.score_from_where_it_stands()
-        stream = TextStream(
-            each,
-            self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            context=tokens[-CONTEXT_TOKENS:].tolist(),
-            edits=self._edits(tokens, params),
-        )
-        branches = range(num_branches(params))
-        request.branches = [Branch(request, index, stream.copy()) for index in branches]
-        if isinstance(params, BeamSearchParams):
-            room = self.max_model_len - len(tokens)
-            request.beams = make_group(params, self.eos_token_ids, stream, room)
         with DeferredInterrupts():
             self._serial += 1
             self.requests[request.request_id] = request
@@ -174,23 +148,7 @@ class Engine:
 
     def check_request(self, prompt: Iterable[int], params: Params) -> npt.NDArray[np.int32]:
         """The prompt's tokens, if `add_request` would take it; raises what that would raise."""
-        if not isinstance(params, SamplingParams | BeamSearchParams):
-            raise RequestError(f"params must be SamplingParams or BeamSearchParams, not {params!r}")
-        tokens = checked_prompt(prompt, self.vocab_size)
-        check_size(
-            len(tokens),
-            params,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            pool=(self.cache.pool.num_blocks, self.cache.block_size),
-        )
-        self._edits(tokens[:0], params)  # What it refuses does not depend on the prompt.
-        return tokens
-
-    def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:
-        if isinstance(params, BeamSearchParams):
-            return None
-        return logit_edits(params, prompt, vocab_size=self.vocab_size, tokenizer=self.tokenizer)
+        return self.door.check(prompt, params)
 
     def _new_id(self) -> str:
         number = self._serial
@@ -294,6 +252,9 @@ class Engine:
         for request in dict.fromkeys(branch.request for branch, _ in searching):
             try:
                 successors = self.beams.choose(request)
+            except RequestError as error:
+                deltas += self._end(request, error)
+                continue
             except Exception as error:  # a tokenizer's, which is not ours to trust
                 deltas += self._fail([request], error)
                 continue
@@ -330,7 +291,7 @@ class Engine:
             if logprobs is not None:
                 branch.logprobs.append(logprobs)
             try:
-                deltas.append(self._push(branch, token))
+                deltas += self._push(branch, token)
             except Exception as error:  # a tokenizer's, which is not ours to trust
                 deltas += self._fail([branch.request], error)
         return deltas
@@ -348,12 +309,19 @@ class Engine:
         request = branch.request
         stream = branch.stream
         return SamplingRow(
-            request.params, request.seed, branch.index, row.stop, stream.banned_tokens, stream.edits
+            request.params,
+            request.seed,
+            branch.index,
+            row.stop,
+            stream.banned_tokens,
+            stream.edits,
+            None if stream.grammar is None else stream.grammar.allowed,
         )
 
-    def _push(self, branch: Branch, token: int) -> TokenDelta:
+    def _push(self, branch: Branch, token: int) -> list[TokenDelta]:
         request = branch.request
-        if request.first_token_at is None:
+        ranked = request.params.ranked
+        if request.first_token_at is None and not ranked:
             request.first_token_at = time.perf_counter()
         self.counters.sampled_tokens += 1
         delta = branch.stream.push(token)
@@ -367,7 +335,11 @@ class Engine:
             self.scheduler.release(branch)
             if not request.live_branches:
                 self._close(request)
-        return TokenDelta(request.request_id, branch.index, token, text, delta.finish_reason)
+                if ranked:
+                    return rank(request)
+        if ranked:
+            return []
+        return [TokenDelta(request.request_id, branch.index, token, text, delta.finish_reason)]
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -401,7 +373,9 @@ class Engine:
     def _end(self, request: Request, error: Exception) -> list[TokenDelta]:
         request.error = error
         self.counters.requests_failed += 1
-        live = request.live_branches[: request.params.n]
+        # Of what is ranked nothing was shown yet, so none of it has ended for who looks on.
+        live = request.branches if request.params.ranked else request.live_branches
+        live = live[: request.params.n]
         self._close(request)
         return [TokenDelta(request.request_id, b.index, -1, "", "error") for b in live]
 

@@ -20,13 +20,12 @@ from radixkv_kernels import WorkList
 from radixkv.attention import AttentionBackend, AttentionBatch, TritonBackend
 from radixkv.attention.placement import refill
 from radixkv.attention.triton_backend import STEP, StepTensors, WorkKey, padded_tables
+from radixkv.engine.runner import ModelRunner
 from radixkv.errors import ConfigError
 from radixkv.model.adapter import ModelAdapter
 from radixkv.model.function_adapter import FunctionAdapter
 
 logger = logging.getLogger(__name__)
-
-NEEDS_GPU = "cuda_graphs=True needs a model on a GPU; leave it off"
 
 # Up to this size every power of two has a graph, from there on every multiple.
 STEP_OF_SIZES = 16
@@ -173,7 +172,7 @@ class DecodeGraphs:
         capture: Capture = capture_on_gpu,
     ) -> None:
         if not isinstance(backend, TritonBackend):
-            raise ConfigError(NEEDS_GPU)
+            raise _needs_gpu()
         if not isinstance(adapter, FunctionAdapter) or adapter.max_positions is not None:
             raise ConfigError(
                 "cuda_graphs=True: this model's forward pass depends on more than its inputs' "
@@ -274,3 +273,27 @@ class DecodeGraphs:
         needs = (len(made.items), size, made.num_partials, made.max_queries)
         has = (ITEMS_A_ROW * size + parts, size, PARTIALS_A_ROW * size + most * parts, most)
         return made.padded(*(max(pair) for pair in zip(needs, has, strict=True)))
+
+
+def refuse_without_gpu(device: torch.device) -> None:
+    """Refuse graphs for a device that has none, before a model is loaded there."""
+    if device.type == "cpu":
+        raise _needs_gpu()
+
+
+def _needs_gpu() -> ConfigError:
+    return ConfigError("cuda_graphs=True needs a model on a GPU; leave it off")
+
+
+def decode_by_graphs(runner: ModelRunner, max_rows: int, max_len: int) -> None:
+    """Have a runner's decode steps recorded, of so many rows, each of so many tokens at the most.
+
+    Raises
+    ------
+    ConfigError
+        See `DecodeGraphs`.
+    """
+    # A row may hold a block more than its tokens take, for what comes next.
+    max_blocks = -(-max_len // runner.backend.store.block_size) + 1
+    graphs = DecodeGraphs(runner.adapter, runner.backend, max_rows=max_rows, max_blocks=max_blocks)
+    runner.forward = graphs.forward

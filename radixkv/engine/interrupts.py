@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# `signal` wraps these two: it turns handlers into enum members and back, at twenty times the cost.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +25,11 @@ class DeferredInterrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(signal.SIGINT)
             nested = getattr(handler, "__func__", None) is DeferredInterrupts._hold
             if callable(handler) and not nested:
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._hold)
+                _signal.signal(signal.SIGINT, self._hold)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,13 +43,13 @@ class DeferredInterrupts:
             yield
         finally:
             if self._handler is not None:
-                signal.signal(signal.SIGINT, self._hold)
+                _signal.signal(signal.SIGINT, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         self._held.append((number, frame))
 
     def _give_back(self) -> None:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(signal.SIGINT, self._handler)
             if self._held:
                 self._handler(*self._held.pop())

@@ -17,6 +17,11 @@ from radixkv.engine.holds import Hold
 # A position behind all prompts.
 NOTHING = 1 << 62
 
+NO_TOKEN_LEFT = (
+    "grammar, allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to "
+    "sample; allow more, or forbid less"
+)
+
 if TYPE_CHECKING:
     from radixkv.engine.beams import BeamGroup
 
@@ -44,7 +49,7 @@ class Branch:
     num_known : int
         Leading tokens that were computed before its request was preempted.
     cumulative_logprob, score : float or None
-        Of a beam, and of a result of a beam search; see `Completion`.
+        Of a beam, and of what was ranked; see `Completion`.
     """
 
     request: Request
@@ -89,7 +94,9 @@ class Request:
     num_cached_tokens : int
         Prompt tokens that did not have to be computed.
     params : SamplingParams
-        What each branch obeys; of a beam search, `BeamSearchParams.for_branches`.
+        What each branch obeys: `for_branches` of what the user gave.
+    reports_logprobs : bool
+        Whether the user asked for the log-probabilities of what was generated.
     beams : BeamGroup or None
         The search whose beams the branches are.
     hold : Hold or None
@@ -106,6 +113,7 @@ class Request:
     prompt: npt.NDArray[np.int32]
     params: SamplingParams
     seed: int
+    reports_logprobs: bool = False
     namespace: Namespace = ()
     retention: Retention = DEFAULT_RETENTION
     status: Status = Status.WAITING
@@ -152,9 +160,12 @@ class Completion:
     logprobs : tuple of TokenLogprobs or None
         One a token, if they were asked for.
     cumulative_logprob : float or None
-        Sum of the tokens' log-probabilities; of beams only.
+        Sum of the tokens' log-probabilities, as the model gave them; of beams, and with
+        ``best_of``.
     score : float or None
-        That sum after the length penalty; of the results of a beam search only.
+        By which results are ranked, if they are. Of a beam search, the sum of log-probabilities
+        after penalties and biases, over the length penalty; with ``best_of``, the mean of
+        ``cumulative_logprob`` a token.
     """
 
     index: int
@@ -226,6 +237,18 @@ class TokenDelta:
     finish_reason: FinishReason | str | None = None
 
 
+def deltas_of(branch: Branch) -> list[TokenDelta]:
+    """All of an ended branch's tokens at once; its text comes with the last of them."""
+    stream = branch.stream
+    request_id, last = branch.request.request_id, len(stream.token_ids) - 1
+    return [
+        TokenDelta(request_id, branch.index, token, "", None)
+        if place < last
+        else TokenDelta(request_id, branch.index, token, stream.text, stream.finish_reason)
+        for place, token in enumerate(stream.token_ids)
+    ]
+
+
 def output_of(request: Request) -> RequestOutput:
     """The request as it stands."""
     ending = None
@@ -238,7 +261,7 @@ def output_of(request: Request) -> RequestOutput:
             token_ids=tuple(branch.stream.token_ids),
             finish_reason=branch.stream.finish_reason or ending,
             stop_reason=branch.stream.stop_reason,
-            logprobs=None if request.params.logprobs is None else tuple(branch.logprobs),
+            logprobs=tuple(branch.logprobs) if request.reports_logprobs else None,
             cumulative_logprob=branch.cumulative_logprob,
             score=branch.score,
         )

@@ -21,6 +21,8 @@ from radixkv.errors import OutOfBlocksError
 AGEING = 16
 # Waiting requests among which the best fit is looked for at each step.
 WINDOW = 64
+# Tokens of prompts whose logits a step gives at most: each may be some 150,000 float32 numbers.
+SCORED_PER_STEP = 256
 
 
 @dataclass(slots=True)
@@ -293,27 +295,36 @@ class Scheduler:
                 break
             if self.cache.reuse(sequence):
                 self._note_cached(request)
-            row = self._prefill_row(branch, sequence, budget)
+            row = self._prefill_row(branch, sequence, budget, _scored_left(step, request))
+            if row is None:
+                break
             step.rows.append(row)
             budget -= row.stop - row.start
             if row.samples:
                 request.to_prefill.pop(0)
         return budget
 
-    def _prefill_row(self, branch: Branch, sequence: Sequence, budget: int) -> ScheduledRow:
+    def _prefill_row(
+        self, branch: Branch, sequence: Sequence, budget: int, scored: int
+    ) -> ScheduledRow | None:
         """The next tokens of a branch: first the cached ones whose logits are wanted, then others.
 
-        The logits behind the last token are wanted always.
+        The logits behind the last token are wanted always. None if no more than ``scored`` logits
+        may be asked for, and that is none.
         """
         request, start, end = branch.request, sequence.num_computed, sequence.num_tokens
         wanted = min(request.next_scored, end - 1)
         computes = wanted >= start
         if computes:
-            stop = min(end, start + budget)
+            stop = min(end, start + budget, wanted + scored)
+            if stop == start:
+                return None
             self.cache.commit(sequence, stop, include_open=True, pending=True)
             self._count(branch, start, stop)
         else:
-            start, stop = wanted, min(start, wanted + budget)
+            start, stop = wanted, min(start, wanted + budget, wanted + scored)
+            if stop == start:
+                return None
             self.counters.logits_only_tokens += stop - start
         if wanted < stop and request.next_scored != NOTHING:
             request.next_scored = NOTHING if stop == end else stop
@@ -362,6 +373,13 @@ class Scheduler:
                 sequence.truncate(sequence.num_computed)
                 self.cache.commit(sequence, include_open=True)
             self.cache.release(sequence, retention)
+
+
+def _scored_left(step: Step, request: Request) -> int:
+    """Logits that a request's next row may ask for; any number if none of its prompt's."""
+    if request.next_scored == NOTHING:
+        return NOTHING
+    return SCORED_PER_STEP - sum(row.num_scored for row in step.rows)
 
 
 def _held_alone(request: Request) -> int:

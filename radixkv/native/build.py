@@ -1,4 +1,4 @@
-"""Build the compiled operators: ``python -m radixkv.native.build [--if-possible]``."""
+"""Build what can be compiled: ``python -m radixkv.native.build [--if-possible]``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils import cpp_extension
 
 from radixkv.errors import NativeBuildError
 from radixkv.native import SOURCES, compile_flags, library_path, missing_feature, source_folder
+from radixkv.native.build_cache import build_cache
 
 
 def build() -> Path:
@@ -82,17 +83,21 @@ def _libraries() -> list[str]:
 
 
 def main() -> None:
-    """Build, say where to, and exit with 1 if that failed."""
-    parser = argparse.ArgumentParser(description="Build radixkv's compiled operators.")
+    """Build both, say where to, and exit with 1 if either failed."""
+    parser = argparse.ArgumentParser(description="Compile radixkv's operators and its cache.")
     parser.add_argument(
         "--if-possible", action="store_true", help="exit with 0 where they cannot be built"
     )
     arguments = parser.parse_args()
-    try:
-        print(f"compiled operators: {build()}")
-    except NativeBuildError as error:
-        print(f"compiled operators: not built ({error})", file=sys.stderr)
-        sys.exit(0 if arguments.if_possible else 1)
+    failed = False
+    for name, make in (("operators", build), ("cache", build_cache)):
+        try:
+            print(f"compiled {name}: {make()}")
+        except NativeBuildError as error:
+            print(f"compiled {name}: not built ({error})", file=sys.stderr)
+            failed = True
+    if failed and not arguments.if_possible:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

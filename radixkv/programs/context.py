@@ -128,8 +128,11 @@ class Context(ContextView):
             params = SamplingParams(**settings)
         elif settings:
             params = replace(params, **settings)
-        if params.n > 1:
-            raise UnsupportedParameterError("a context has one continuation; fork it for n > 1")
+        if params.n > 1 or params.ranked:
+            raise UnsupportedParameterError(
+                "a context has one continuation; fork it for n > 1, and join the branches for the "
+                "best of them"
+            )
         if params.logprobs is None:
             params = replace(params, logprobs=0)
         params = self.host.seeded(params)

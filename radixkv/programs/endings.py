@@ -42,7 +42,7 @@ def ending_of(stream: TextStream, tokenizer: Tokenizer | None, context: Sequence
     if stream.finish_reason != "stop":
         return Ending(len(tokens))
     if tokenizer is None or not isinstance(stream.stop_reason, str):
-        return Ending(len(tokens) - 1)
+        return Ending(len(tokens) - stream.stopped_by_token)
     return _within(stream, tokenizer, context)
 
 

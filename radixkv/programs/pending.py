@@ -155,28 +155,32 @@ class Generation(Pending[RequestOutput]):
         return self.result().finish_reason
 
     def __iter__(self) -> Iterator[str]:
-        seen = 0
-        while True:
-            done, text = self.done, self._text_so_far()
-            if len(text) > seen:
-                yield text[seen:]
-                seen = len(text)
-            if done:
-                self.value()
-                return
-            self._host.step()
+        for piece in self._pieces():
+            if piece:
+                yield piece
+            else:
+                self._host.step()
 
     async def __aiter__(self) -> AsyncIterator[str]:
+        for piece in self._pieces():
+            if piece:
+                yield piece
+            else:
+                await self._host.wait(_Growth(self, len(self._text_so_far())))
+
+    def _pieces(self) -> Iterator[str]:
+        """Text as it has come, and an empty piece wherever more must be run for."""
         seen = 0
         while True:
             done, text = self.done, self._text_so_far()
             if len(text) > seen:
                 yield text[seen:]
                 seen = len(text)
-            if done:
+            elif done:
                 self.value()
                 return
-            await self._host.wait(_Growth(self, seen))
+            else:
+                yield ""
 
     def _text_so_far(self) -> str:
         return self._requests[0].branches[0].stream.text

@@ -8,6 +8,7 @@ latter and at most with one of the former, to the token. While nothing was lost 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -39,6 +40,22 @@ class InjectedError(Exception):
     """An allocation that fails because the test wants it to."""
 
 
+class FailingFree(array):  # type: ignore[type-arg]
+    """A free list from which the ``countdown``-th allocation from now on fails; 0 for none.
+
+    Faults come in with the data: methods of compiled classes cannot be replaced.
+    """
+
+    countdown = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.countdown and isinstance(index, slice) and index.step is None:
+            self.countdown -= 1
+            if not self.countdown:
+                raise InjectedError
+        return super().__getitem__(index)
+
+
 def shared_prefix(left: Tokens, right: Tokens) -> int:
     for length, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
@@ -59,7 +76,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.step_open = False
         self.must: dict[tuple[str, ...], set[Tokens]] = {}
         self.may: dict[tuple[str, ...], set[Tokens]] = {}
-        self.countdown = 0
 
     @initialize(
         block_size=st.sampled_from([1, 2, 3, 16]),
@@ -86,18 +102,10 @@ class CacheMachine(RuleBasedStateMachine):
         )
         self.vocabulary = vocabulary
         self.store = FakeStore(self.cache)
-        self._allocate = self.cache.pool.allocate
-        self.cache.pool.allocate = self._allocate_or_fail  # type: ignore[method-assign]
+        self.free = FailingFree("i", self.cache.pool._free)
+        self.cache.pool._free = self.free
 
     # -- helpers ---------------------------------------------------------------------------------
-
-    def _allocate_or_fail(self, count: int) -> Any:
-        if self.countdown:
-            self.countdown -= 1
-            if not self.countdown:
-                self.saw("injected failure")
-                raise InjectedError
-        return self._allocate(count)
 
     def saw(self, *what: str) -> None:
         for name in what:
@@ -134,9 +142,11 @@ class CacheMachine(RuleBasedStateMachine):
             if isinstance(error, OutOfBlocksError):
                 self.saw("out of blocks")
                 self._was_refused(error, free + evictable, evicted)
+            else:
+                self.saw("injected failure")
             return None
         finally:
-            self.countdown = 0
+            self.free.countdown = 0
             if self.cache.counters.blocks_evicted > evicted:
                 self.saw("eviction")
                 self.must.clear()
@@ -512,7 +522,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(countdown=st.integers(1, 2))
     def arm(self, countdown: int) -> None:
         """The k-th allocation from now on fails, if it belongs to the next call."""
-        self.countdown = countdown
+        self.free.countdown = countdown
 
     # -- oracles ---------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import pytest
 from helpers import cached, compute, make_cache, shape
 
 from radixkv.cache import EPHEMERAL, FIFO, LRU, EvictionPolicy, PlainLRU, Priority, Retention
-from radixkv.cache.eviction import POLICIES, EvictionQueue, Key, make_policy
+from radixkv.cache.eviction import EvictionQueue
 from radixkv.cache.node import RadixNode
+from radixkv.cache.policies import POLICIES, Key, make_policy
 from radixkv.cache.retention import DEFAULT_RETENTION, priority_at, stronger
 from radixkv.errors import ConfigError
 

@@ -60,6 +60,31 @@ def test_tokens_inside_a_promised_block_are_copied_late_and_alone() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_late_copy_ends_where_its_holder_writes_anew(forked: bool) -> None:
+    """Truncated and written again within the step: the copy, made after the writes, undid them."""
+    cache = make_cache()
+    first = promise(cache, [*A, 5, 6, 7], include_open=True)
+    second = cache.acquire([*A, 5, 6])
+    if forked:
+        other, second = second, second.fork()
+        second.truncate(5)
+        cache.release(other)
+    else:
+        second.truncate(5)
+    second.append(9)
+    writes = [write_of(cache, second, 5, 6)]
+    cache.commit(second, pending=True)
+    orders = cache.take_copies()
+    assert orders == [CopyOrder(first.table[1], second.table[1], True, 1)]
+    store = FakeStore(cache)
+    store.slots[first.table[1]] = 2
+    store.run(orders, writes)
+    assert store.slots[second.table[1], :2].tolist() == [2, writes[0].values[0]]
+    cache.settle()
+    cache.check()
+
+
 def test_a_copy_of_a_late_copy_goes_back_to_the_first_source() -> None:
     cache = make_cache()
     first = promise(cache, [*A, 5, 6, 7], include_open=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+# The tests share helpers that are no package: pytest imports test files by path.
+sys.path.append(str(Path(__file__).parent))
 
 CORPUS = [
     "Hello, world! The quick brown fox jumps over the lazy dog. The end.",

@@ -115,7 +115,12 @@ def by_definition(
 
 def candidates(*pairs: tuple[int, float]) -> Candidates:
     tokens, logprobs = zip(*pairs, strict=True)
-    return Candidates(np.array(tokens), np.array(logprobs, np.float32))
+    values = np.array(logprobs, np.float32)
+    return Candidates(np.array(tokens), values, values)
+
+
+def beam(tokens: Tokens, total: float, parent: int = 0) -> Beam:
+    return Beam(tokens, total, parent, total)
 
 
 def test_one_step_by_hand() -> None:
@@ -123,8 +128,8 @@ def test_one_step_by_hand() -> None:
     search = BeamSearch(params, end_tokens=[END], max_new_tokens=9)
     assert search.num_candidates == 4
     search.advance([candidates((1, -0.5), (END, -1.0), (0, -1.5), (2, -2.0))])
-    assert search.running == [Beam((1,), -0.5), Beam((0,), -1.5)]
-    assert search.finished == [(Beam((END,), -1.0), -1.0)]
+    assert search.running == [beam((1,), -0.5), beam((0,), -1.5)]
+    assert search.finished == [(beam((END,), -1.0), -1.0)]
     # Third of all is an end: too late to be a result, and nothing to go on from.
     search.advance(
         [
@@ -132,7 +137,7 @@ def test_one_step_by_hand() -> None:
             candidates((2, -0.125), (END, -8.0), (0, -9.0), (1, -9.0)),
         ]
     )
-    assert search.running == [Beam((1, 0), -0.75, 0), Beam((1, 2), -1.0, 0)]
+    assert search.running == [beam((1, 0), -0.75), beam((1, 2), -1.0)]
     assert len(search.finished) == 1
     assert not search.done
 
@@ -177,7 +182,9 @@ def test_banned_tokens_leave_the_others_as_they_are() -> None:
     assert found is not None
     assert found.token_ids.tolist() == [2, 0]
     assert found.logprobs.tolist() == logits.log_softmax(-1)[0, [2, 0]].tolist()
-    assert propose(logits, 8, banned=[0, 1, 2]) == [None]
+    (none,) = propose(logits, 8, banned=[0, 1, 2])
+    assert none is not None
+    assert len(none.token_ids) == len(none.scores) == 0
 
 
 @pytest.mark.parametrize("bad", [[0, torch.nan, 1], [0, torch.inf, 1], [-torch.inf] * 3])
@@ -204,6 +211,11 @@ def test_logits_that_are_no_numbers(bad: list[float]) -> None:
         ({"beam_width": 2, "stop_token_ids": [-1]}, "stop_token_ids"),
         ({"beam_width": 2, "logprobs": -1}, "logprobs"),
         ({"beam_width": 2, "ignore_eos": 1}, "ignore_eos"),
+        ({"beam_width": 2, "repetition_penalty": 0}, "repetition_penalty"),
+        ({"beam_width": 2, "allowed_token_ids": []}, "leaves no token to sample"),
+        ({"beam_width": 2, "logit_bias": {1: 101}}, "each bias of logit_bias"),
+        ({"beam_width": 2, "bad_words_ids": [[]]}, "bad_words_ids"),
+        ({"beam_width": 2, "stop": [""]}, "stop"),
     ],
 )
 def test_parameters_are_checked(bad: dict[str, object], message: str) -> None:
@@ -217,10 +229,10 @@ def test_parameters_are_checked(bad: dict[str, object], message: str) -> None:
         ("num_beams", "use beam_width"),
         ("n", "use num_return_sequences"),
         ("temperature", "beams are not sampled"),
-        ("stop", "use stop_token_ids"),
+        ("stop_strings", "use stop"),
         ("max_new_tokens", "use max_tokens"),
         ("length_penality", "did you mean length_penalty"),
-        ("repetition_penalty", "beams take the model's logits as they are"),
+        ("frequency_penalty", "use repetition_penalty"),
     ],
 )
 def test_unknown_parameters_are_named(unknown: str, message: str) -> None:

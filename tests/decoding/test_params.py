@@ -20,6 +20,7 @@ from radixkv.errors import RadixKVError, RequestError, UnsupportedParameterError
 def test_defaults() -> None:
     expected = {
         "n": 1,
+        "best_of": None,
         "max_tokens": 16,
         "min_tokens": 0,
         "temperature": 1.0,
@@ -33,6 +34,10 @@ def test_defaults() -> None:
         "bad_words": (),
         "bad_words_ids": (),
         "allowed_token_ids": None,
+        "json_schema": None,
+        "json_object": False,
+        "regex": None,
+        "grammar": None,
         "seed": None,
         "stop": (),
         "stop_token_ids": (),
@@ -104,6 +109,10 @@ def test_it_is_an_immutable_value() -> None:
         ({"n": np.True_}, "n must be an int of at least 1"),
         ({"n": 1.0}, "n must be an int of at least 1, got 1.0"),
         ({"n": None}, "n must be an int of at least 1, got None"),
+        ({"best_of": 0}, "best_of must be an int of at least 1 (at least n), got 0"),
+        ({"best_of": 2.0}, "best_of must be an int"),
+        ({"n": 3, "best_of": 2}, "best_of (2) must be at least n (3)"),
+        ({"best_of": 2, "temperature": 0}, "best_of=2 with temperature 0 would sample the same"),
         ({"max_tokens": 0}, "max_tokens must be an int of at least 1, got 0"),
         ({"max_tokens": "5"}, "max_tokens must be an int of at least 1, got '5'"),
         ({"min_tokens": -1}, "min_tokens must be an int of at least 0, got -1"),
@@ -213,8 +222,11 @@ def test_refused(given: dict[str, Any], message: str) -> None:
         ("suppress_tokens", "use logit_bias (a bias of -100 forbids a token)"),
         ("presence_penality", "did you mean presence_penalty?"),
         ("no_repeat_ngram_size", "is not supported by this version"),
-        ("grammar", "is not supported by this version"),
-        ("zzzz", "the parameters are allowed_token_ids, bad_words, bad_words_ids, frequency_penal"),
+        ("typical_p", "is not supported by this version"),
+        (
+            "zzzz",
+            "the parameters are allowed_token_ids, bad_words, bad_words_ids, best_of, frequen",
+        ),
     ],
 )
 def test_unknown_keywords_name_the_nearest(name: str, hint: str) -> None:

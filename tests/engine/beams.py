@@ -12,13 +12,20 @@ from radixkv.engine import RequestOutput
 
 Answer = tuple[list[int], float]
 
+PADDING = -1
+
 
 @torch.inference_mode()
 def hugging_face(
-    model: Any, prompt: list[int], params: BeamSearchParams, eos_token_ids: Iterable[int]
+    model: Any,
+    prompt: list[int],
+    params: BeamSearchParams,
+    eos_token_ids: Iterable[int],
+    tokenizer: Any = None,
 ) -> list[Answer]:
     """Tokens and score of each returned sequence, best first; ``beam_width`` is at least 2."""
     ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    allowed = params.allowed_token_ids
     ids = torch.tensor([prompt])
     out = model.generate(
         input_ids=ids,
@@ -31,16 +38,21 @@ def hugging_face(
         max_new_tokens=params.max_tokens,
         min_new_tokens=params.min_tokens or None,
         eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
+        pad_token_id=PADDING,
+        repetition_penalty=params.repetition_penalty,
+        bad_words_ids=[list(sequence) for sequence in params.bad_words_ids] or None,
+        sequence_bias={(token,): bias for token, bias in params.logit_bias.items()} or None,
+        prefix_allowed_tokens_fn=None if allowed is None else lambda *_: list(allowed),
+        stop_strings=list(params.stop) or None,
+        tokenizer=tokenizer if params.stop else None,
         return_dict_in_generate=True,
         output_scores=True,
     )
     answers = []
     for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
         tokens = row[len(prompt) :]
-        # What stands behind the first end token is padding.
-        end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-        answers.append((tokens[: end + 1], score))
+        end = tokens.index(PADDING) if PADDING in tokens else len(tokens)
+        answers.append((tokens[:end], score))
     return answers
 
 

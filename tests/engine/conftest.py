@@ -17,6 +17,7 @@ from radixkv.model.loading import LoadedModel
 
 # The tests share helpers that are no package: pytest imports test files by path.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "decoding"))
 
 VOCABULARY = 259
 

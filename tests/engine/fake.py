@@ -19,6 +19,7 @@ from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import (
     BeamSearch,
     BeamSearchParams,
+    GrammarCompiler,
     Hypothesis,
     SamplingParams,
     SamplingRow,
@@ -144,6 +145,7 @@ def make_engine(
     *,
     max_model_len: int = 64,
     tokenizer: Any = None,
+    grammars: GrammarCompiler | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine over the fake model."""
@@ -158,6 +160,7 @@ def make_engine(
         max_model_len=max_model_len,
         tokenizer=tokenizer,
         eos_token_ids=[EOS],
+        grammars=grammars,
     )
 
 
@@ -189,12 +192,20 @@ def naive_beams(
     room = min(params.max_tokens, max_model_len - len(prompt))
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
     search = BeamSearch(params, end_tokens=ends, max_new_tokens=room)
+    each = params.for_branches()
     states = []
     while not search.done:
         states.append([list(beam.token_ids) for beam in search.running])
         words = [words_of(np.array([*prompt, *tokens], np.int64)) for tokens in states[-1]]
         logits = torch.stack([logits_of(its) for its in words])
-        proposed = propose(logits, search.num_candidates, banned=search.banned_tokens)
+        edits = [
+            logit_edits(each, np.array(prompt), vocab_size=VOCABULARY, words_begin_in_prompt=True)
+            for _ in states[-1]
+        ]
+        for its, tokens in zip(edits, states[-1], strict=True):
+            for token in tokens if its is not None else ():
+                its.push(token)
+        proposed = propose(logits, search.num_candidates, edits=edits, banned=search.banned_tokens)
         search.advance([candidates for candidates in proposed if candidates is not None])
     return states, search.finished[: params.num_return_sequences]
 

@@ -150,6 +150,7 @@ def test_refused_at_the_door(make_llm: MakeLLM) -> None:
         {"logit_bias": {259: 1}},
         {"allowed_token_ids": [1, 259]},
         {"bad_words_ids": [[1, 259]]},
+        {"stop_token_ids": [259]},
     ):
         name = next(iter(given))
         message = f"{name} names token id 259, which is outside the vocabulary of 259 tokens"

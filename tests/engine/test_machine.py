@@ -241,6 +241,8 @@ class EngineMachine(RuleBasedStateMachine):
             early_stopping=[False, True, "never"][index % 3],  # type: ignore[arg-type]
             stop_token_ids=[4] if self.serial % 5 == 0 else [],
             ignore_eos=self.serial % 4 == 0,
+            repetition_penalty=[1.0, 1.3][self.serial % 2],
+            bad_words_ids=[[base[0], 1], [2, 3]] if self.serial % 3 == 1 else [],
         )
         self._submit(base[: 1 + cut % len(base)] + suffix, params)
 

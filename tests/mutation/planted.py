@@ -128,7 +128,7 @@ PLANTED = [
     ),
     Planted(
         "ephemeral blocks wait like all others",
-        "eviction.py",
+        "policies.py",
         "return (not node.retention.ephemeral, node.last_used)",
         "return (node.last_used,)",
         "test_eviction.py::test_who_goes_first",
@@ -198,10 +198,18 @@ PLANTED = [
         "waves[-1][order.source] = order.target",
     ),
     Planted(
+        "a late copy undoes what its holder wrote anew",
+        "sequence.py",
+        "if offset and allocator.late:",
+        "if False:",
+        "test_pending.py::test_a_late_copy_ends_where_its_holder_writes_anew",
+    ),
+    Planted(
         "a chain of copies is made at once",
         "copies.py",
         "if not waves or order.source in waves[-1]:",
         "if not waves:",
+        "test_copies.py::test_waves",
     ),
     Planted(
         "a fork does not copy its half-computed block",

@@ -38,7 +38,7 @@ def copy_package(target: Path) -> Path:
     shutil.copytree(
         PACKAGE / "cache", package / "cache", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name in ("__init__.py", "config.py", "errors.py"):
+    for name in ("__init__.py", "config.py", "errors.py", "folders.py", "compiled.py"):
         shutil.copy(PACKAGE / name, package / name)
     return package / "cache"
 

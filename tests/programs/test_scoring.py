@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from radixkv.decoding import SamplingParams
+from radixkv.engine import output_of
+from radixkv.engine.scheduler import SCORED_PER_STEP
 from radixkv.errors import ContextBusyError, NumericalError, RequestError
 from radixkv.llm import LLM
 from radixkv.model.loading import LoadedModel
@@ -39,6 +43,13 @@ def forward(tiny: LoadedModel, plain_model: torch.nn.Module) -> Forward:
 def expected(forward: Forward, tokens: list[int], start: int = 1) -> np.ndarray:
     table = forward(tokens)
     return np.array([table[i - 1, tokens[i]] for i in range(start, len(tokens))])
+
+
+def greedy(forward: Forward, tokens: list[int], count: int) -> list[int]:
+    known = list(tokens)
+    for _ in range(count):
+        known.append(int(forward(known)[-1].argmax()))
+    return known[len(tokens) :]
 
 
 @pytest.mark.parametrize("budget", [5, 64])
@@ -90,6 +101,81 @@ def test_prompt_logprobs_under_preemption(make_llm: MakeLLM, forward: Forward) -
     for prompt, output in zip(prompts, outputs, strict=True):
         found = [entry.logprob for entry in (output.prompt_logprobs or ())[1:] if entry]
         np.testing.assert_allclose(found, expected(forward, prompt), atol=1e-4)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[int]]:
+    """Watches an LLM's model: of how many tokens a step's forward gives the logits."""
+
+    def watch(llm: LLM) -> list[int]:
+        adapter = llm.engine.runner.adapter
+        forward, counts = adapter.forward, []
+
+        def counted(*arguments: Any) -> torch.Tensor:
+            logits = forward(*arguments)
+            counts.append(len(logits))
+            return logits
+
+        monkeypatch.setattr(adapter, "forward", counted)
+        return counts
+
+    return watch
+
+
+def test_a_long_prompt_s_logits_are_asked_for_in_portions(
+    make_llm: MakeLLM, forward: Forward, asked: Callable[[LLM], list[int]]
+) -> None:
+    """Bug: with 49,000 tokens to choose from, a prompt of 2,048 asked for 400 MB at once."""
+    llm = make_llm(num_blocks=128)
+    counts = asked(llm)
+    prompts = [ids(400, seed=1), ids(400, seed=1), ids(150, seed=2)]
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+    for cached in (0, 400):
+        outputs = llm.generate(prompts, params)
+        assert outputs[0].num_cached_tokens == cached
+        for prompt, output in zip(prompts, outputs, strict=True):
+            found = [entry.logprob for entry in (output.prompt_logprobs or ())[1:] if entry]
+            np.testing.assert_allclose(found, expected(forward, prompt), atol=1e-4)
+    assert llm.stats().engine.prefilled_tokens == 550
+    with llm.context(prompts[0][:20]) as context:
+        score = context.score(prompts[0][20:]).result()
+        truth = expected(forward, prompts[0], 20)
+        np.testing.assert_allclose(score.logprobs, truth, atol=1e-4)
+    # The portion, and a row to sample from for each request.
+    assert SCORED_PER_STEP == 256
+    assert 256 <= max(counts) <= 256 + len(prompts)
+
+
+@pytest.mark.parametrize("portion", [2, 7, 30])
+def test_small_portions_among_other_requests(
+    make_llm: MakeLLM,
+    forward: Forward,
+    asked: Callable[[LLM], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    portion: int,
+) -> None:
+    monkeypatch.setattr("radixkv.engine.scheduler.SCORED_PER_STEP", portion)
+    llm = make_llm(num_blocks=24, max_num_batched_tokens=24)
+    counts = asked(llm)
+    prompts = [ids(30 + i, seed=i) for i in range(4)] * 2
+    plain = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    each = [plain, replace(plain, prompt_logprobs=0)] * 4
+    engine = llm.engine
+    requests = [engine.add_request(p, its) for p, its in zip(prompts, each, strict=True)]
+    while engine.has_work:
+        for _ in range(5):
+            engine.step()
+            llm.cache.check()
+        if len(counts) < 40 and engine.scheduler.running:
+            engine.scheduler.requeue(engine.scheduler.running[-1])
+    assert engine.counters.preemptions > 2
+    outputs = [output_of(request) for request in requests]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == tuple(greedy(forward, prompt, 8))
+    for prompt, output in zip(prompts[1::2], outputs[1::2], strict=True):
+        found = [entry.logprob for entry in (output.prompt_logprobs or ())[1:] if entry]
+        np.testing.assert_allclose(found, expected(forward, prompt), atol=1e-4)
+    assert max(counts) <= portion + len(prompts)
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 32])
