@@ -101,7 +101,11 @@ def parts_of(tiny: bool, scratch: Path) -> dict[str, Part]:
             needs_gpu,
         ),
         "kernels": Part(
-            [[*pytest, *spread, "tests/kernels", f"--ignore={compile_tests}"]], 300, {}, needs_gpu
+            [[*pytest, *spread, "tests/kernels", f"--ignore={compile_tests}"]],
+            300,
+            # On the device, or not at all.
+            {"TRITON_INTERPRET": "0"},
+            needs_gpu,
         ),
         "compile": Part([[*pytest, compile_tests]], 300, {}, needs_gpu),
     }
@@ -182,6 +186,12 @@ def small(tiny: bool) -> None:
 
 def invariant(tiny: bool) -> None:
     """Bits of rows that share, of the same rows without sharing, and of each row alone."""
+    # Rounding to bfloat16 hides most of what differs, but it is what is used.
+    for dtype in (torch.float32, torch.bfloat16):
+        _same_bits(tiny, dtype)
+
+
+def _same_bits(tiny: bool, dtype: torch.dtype) -> None:
     from gpu_scenes import NEVER, Heads, make_pool, make_rows
 
     from radixkv.attention import CostModel, LayerAttention, Row, TritonBackend, make_batch
@@ -189,7 +199,7 @@ def invariant(tiny: bool) -> None:
     heads = Heads(4, 2, 16) if tiny else Heads(32, 8, 128)
     batch, prefix, own = (3, 96, 9) if tiny else (24, 4096, 700)
     counts = (1, 5, 1) if tiny else (1, 17, 1, 64, 2, 1)
-    store = make_pool(heads, prefix + batch * (own + 16))
+    store = make_pool(heads, prefix + batch * (own + 16), dtype)
     cost = TritonBackend(store, invariant=True).cost
     if tiny:
         cost = CostModel(per_item=0, tile=32, split=32)
@@ -219,7 +229,7 @@ def invariant(tiny: bool) -> None:
         for name, other in (("shared", shared[i]), ("in a batch", apart[i])):
             if not torch.equal(alone, other):
                 raise ArithmeticError(f"row {i}: other bits {name} than alone")
-    print(f"{batch} rows, {sum(map(len, queries))} queries: the same bits")
+    print(f"{dtype}, {batch} rows, {sum(map(len, queries))} queries: the same bits")
 
 
 def engine(tiny: bool) -> None:

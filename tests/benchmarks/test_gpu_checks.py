@@ -58,7 +58,10 @@ def test_small_notices_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 def test_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_checks.invariant(tiny=True)
-    assert capsys.readouterr().out == "3 rows, 7 queries: the same bits\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "torch.float32, 3 rows, 7 queries: the same bits",
+        "torch.bfloat16, 3 rows, 7 queries: the same bits",
+    ]
 
 
 def test_invariant_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +153,4 @@ def test_what_is_run_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert parts["memcheck"].settings == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     (command,) = parts["kernels"].commands
     assert "tests/kernels" in command
+    assert parts["kernels"].settings == {"TRITON_INTERPRET": "0"}
