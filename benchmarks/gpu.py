@@ -27,6 +27,8 @@ for folder in (ROOT / "kernels", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+# Triton's default for this changes in 3.10, and with it the figures.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -77,7 +77,11 @@ class Sizes:
 
 FULL_SIZES = Sizes(
     heads=[Heads(32, 8, 128), Heads(64, 8, 128)],
-    decode=[(b, c) for b in (1, 4, 16, 64, 256) for c in (1024, 4096, 8192, 32768)],
+    decode=[
+        *((b, c) for b in (1, 4, 16, 64, 256) for c in (1024, 4096, 8192, 32768)),
+        # Rows that fill the processors one and a bit times.
+        *((b, 8192) for b in (24, 40, 96)),
+    ],
     shared=[(b, p) for p in (128, 512, 2048, 8192, 16384) for b in (8, 32, 128, 256)],
     own=128,
     flex=[(32, 2048), (128, 2048), (32, 16384)],
@@ -95,6 +99,10 @@ TINY_SIZES = Sizes(
     write=[9],
     copy=[3],
 )
+
+
+class DoesNotFitError(Exception):
+    """A point is too large for this card's memory."""
 
 
 class Bench:
@@ -136,6 +144,8 @@ class Bench:
             return
         try:
             record = name | measure()
+        except DoesNotFitError as error:
+            record = name | {"left_out": str(error)}
         except Exception as error:  # of a compiler, a card's memory, or a kernel that is wrong
             self.failures += 1
             record = name | {"failed": _reason(error)}
@@ -282,7 +292,8 @@ def moves(bench: Bench, heads: Heads, backend: TritonBackend) -> None:
 def _rows(backend: TritonBackend, **asked: int) -> Any:
     needs = blocks_of(asked.get("prefix", 0), asked["batch"], asked["own"])
     if needs > backend.store.num_blocks:
-        raise MemoryError(f"{needs} blocks are needed, the pool has {backend.store.num_blocks}")
+        has = backend.store.num_blocks
+        raise DoesNotFitError(f"{needs} blocks are needed, this card has room for {has}")
     return make_rows(backend.store, **asked)
 
 

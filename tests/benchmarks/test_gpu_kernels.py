@@ -120,6 +120,14 @@ def test_out_of_time(tmp_path: Path) -> None:
     assert [found[part][0]["left_out"] for part in gpu_kernels.PARTS] == ["out of time"] * 5
 
 
+def test_a_point_too_large_for_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels.Bench, "_pool_tokens", lambda self, heads: 16 * 5)
+    status, found = run(tmp_path, "--parts", "decode", "moves")
+    assert status == 0
+    assert found["decode"][0]["left_out"] == "6 blocks are needed, this card has room for 5"
+    assert all("us" in move for move in found["moves"])
+
+
 # --- Problems. ---
 
 
