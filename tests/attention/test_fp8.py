@@ -32,9 +32,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # 2^-4 and 2^-3 of it.
 BOUND = {E4M3: 0.05, E5M2: 0.1}
 CUTS = CostModel(per_item=0, tile=16, programs=1000)
-BACKENDS = [TorchBackend]
-if pytest.importorskip("triton"):
-    BACKENDS.append(partial(TritonBackend, cost=CUTS))  # type: ignore[arg-type]
+BACKENDS = [
+    pytest.param(TorchBackend, id="torch"),
+    pytest.param(partial(TritonBackend, cost=CUTS), marks=pytest.mark.interpreted, id="triton"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 # A capped logit may overflow, to the right limit; here of keys that nobody sees.
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("backend", BACKENDS, ids=["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("scales", [None, (0.02, 0.5)], ids=["plain", "scaled"])
 def test_backends_compute_with_what_is_kept(

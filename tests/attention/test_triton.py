@@ -34,6 +34,8 @@ from radixkv.attention import (
 )
 from radixkv.errors import ConfigError
 
+pytestmark = pytest.mark.interpreted
+
 # Shares what can be shared, and cuts what is left at every second tile of the interpreter's.
 CUTS = CostModel(per_item=0, tile=16, programs=1000)
 FIXED = CostModel(per_item=0, tile=16, split=32)

@@ -22,6 +22,8 @@ from radixkv.engine.graphs import DecodeGraphs, Run, graph_size
 from radixkv.errors import ConfigError
 from radixkv.llm import LLM
 
+pytestmark = pytest.mark.interpreted
+
 MakeLLM = Callable[..., LLM]
 Reference = Callable[[list[int], int], list[int]]
 COST = CostModel(per_item=0, tile=16, programs=2)

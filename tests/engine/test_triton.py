@@ -13,6 +13,8 @@ from radixkv.attention import CostModel, KVStore, TritonBackend
 from radixkv.decoding import BeamSearchParams, SamplingParams
 from radixkv.llm import LLM
 
+pytestmark = pytest.mark.interpreted
+
 MakeLLM = Callable[..., LLM]
 Reference = Callable[[list[int], int], list[int]]
 
