@@ -21,6 +21,8 @@ from radixkv_kernels.worklist import WorkList
 
 Partials = tuple[Tensor, Tensor]
 
+EXPONENTS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+
 
 def allocate_partials(work: WorkList, num_heads: int, value_dim: int) -> Partials:
     """Scratch for `paged_attention`: to allocate once where a CUDA graph is captured.
@@ -162,7 +164,7 @@ def paged_attention(
                 CHUNK=chunk,
                 SOFTCAP=softcap,
                 CAUSAL=causal,
-                DECODE_E4M3=needs_decoding(key_cache.dtype, target),
+                DECODE=decoded_by_hand(key_cache.dtype, target),
                 UPCAST=interpreted(attend) and query.dtype == torch.bfloat16,
             )
             if work.num_partials:
@@ -170,10 +172,13 @@ def paged_attention(
     return (out, lse) if lse is not None else out
 
 
-def needs_decoding(dtype: torch.dtype, target: str) -> bool:
-    """Whether e4m3 is decoded by hand: NVIDIA's GPUs before sm_89 lack it."""
+def decoded_by_hand(dtype: torch.dtype, target: str) -> int:
+    """Exponent bits of an 8-bit float that a GPU cannot convert, NVIDIA's before sm_89; else 0.
+
+    Triton 3.9 converts e5m2 there by itself, 3.6 does not.
+    """
     arch = target.removeprefix("sm_")
-    return dtype == torch.float8_e4m3fn and arch.isdigit() and int(arch) < 89
+    return EXPONENTS.get(dtype, 0) if arch.isdigit() and int(arch) < 89 else 0
 
 
 def _attend(
@@ -195,7 +200,7 @@ def _attend(
     heads, key_dim = query.shape[1:]
     block_size, kv_heads, value_dim = value_cache.shape[1:]
     group = heads // kv_heads
-    if options["DECODE_E4M3"]:
+    if options["DECODE"]:
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     row_tiles = -(-work.max_queries * group // tile.rows)
     kernel[(kv_heads, row_tiles, len(work.items))](

@@ -65,20 +65,27 @@ def load_values(
 
 
 @triton.jit
-def decode_e4m3(byte: tl.tensor) -> tl.tensor:
-    """Numbers of float8_e4m3fn as float16: shifted exponent and mantissa, times 2^8, is exact."""
+def decode_float8(byte: tl.tensor, EXPONENT: tl.constexpr) -> tl.tensor:
+    """Numbers of float8_e4m3fn or float8_e5m2, by the bits of their exponents, as float16; exact.
+
+    An e5m2 is the upper byte of a float16. An e4m3 is 2^8 times what its bits are, shifted.
+    """
     bits = byte.to(tl.int16)
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half)
+    if EXPONENT == 5:
+        half = (bits << 8).to(tl.float16, bitcast=True)
+    else:
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+        half = tl.where((bits & 0x7F) == 0x7F, float("nan"), half)
+    return half
 
 
 @triton.jit
 def as_operand(
-    tile: tl.tensor, dtype: tl.constexpr, DECODE_E4M3: tl.constexpr, UPCAST: tl.constexpr
+    tile: tl.tensor, dtype: tl.constexpr, DECODE: tl.constexpr, UPCAST: tl.constexpr
 ) -> tl.tensor:
     """Cached numbers in the dtype of a matrix product."""
-    if DECODE_E4M3:
-        tile = decode_e4m3(tile)
+    if DECODE:
+        tile = decode_float8(tile, DECODE)
     # Triton's interpreter multiplies bfloat16 wrongly.
     return tile.to(tl.float32 if UPCAST else dtype)
 
@@ -170,7 +177,7 @@ def attend_kernel(
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr,
-    DECODE_E4M3: tl.constexpr,
+    DECODE: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
     """Program (h, i, w): KV head h, rows from i * ROWS of item w; a row is (query, query head)."""
@@ -251,8 +258,8 @@ def attend_kernel(
         # wait for would leave the pipeliner a single buffer for keys and values.
         block = block_ids(table_ptr, index + TOKENS, first, end, BLOCK_SIZE)
 
-        key = as_operand(key, query.dtype, DECODE_E4M3, UPCAST)
-        value = as_operand(value, query.dtype, DECODE_E4M3, UPCAST)
+        key = as_operand(key, query.dtype, DECODE, UPCAST)
+        value = as_operand(value, query.dtype, DECODE, UPCAST)
         product = tl.dot(query, tl.trans(key), input_precision="ieee")
         logits = scaled_logits(product, logit_scale, SOFTCAP, query.dtype == tl.float32)
         if slope_ptr is not None:

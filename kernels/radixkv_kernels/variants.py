@@ -91,7 +91,7 @@ def attention_source(
     target: str,
 ) -> ASTSource:
     """What the launch in `radixkv_kernels.attention` would compile."""
-    decode = cache == "fp8e4nv" and target == "sm_80"
+    decode = {"fp8e4nv": 4, "fp8e5": 5}.get(cache, 0) if target == "sm_80" else 0
     cached = "*u8" if decode else f"*{cache}"
     switches = {"WINDOW": 0, "CHUNK": 0, "SOFTCAP": 0.0, "CAUSAL": True}
     types = {
@@ -126,7 +126,7 @@ def attention_source(
             "BLOCK_SIZE": BLOCK_SIZE,
             "ROWS": tile.rows,
             "TOKENS": tile.tokens,
-            "DECODE_E4M3": decode,
+            "DECODE": decode,
             "UPCAST": False,
         },
         unaligned | {"table_stride"},

@@ -110,7 +110,7 @@ def far_attend(
         CHUNK=0,
         SOFTCAP=0.0,
         CAUSAL=True,
-        DECODE_E4M3=False,
+        DECODE=0,
         UPCAST=False,
     )
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from radixkv_kernels import Tile
-from radixkv_kernels.attention import needs_decoding
+from radixkv_kernels.attention import decoded_by_hand
 from radixkv_kernels.tiles import choose_tile, launch_options, merge_heads, width_of
 
 TARGETS = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "cpu"]
@@ -47,7 +47,10 @@ def test_registers_are_an_option_of_nvidia_alone():
     assert launch_options(tile, "gfx942") == {"num_warps": 4, "num_stages": 3}
 
 
-def test_who_decodes_e4m3_by_hand():
-    targets = [t for t in TARGETS if needs_decoding(torch.float8_e4m3fn, t)]
-    assert targets == ["sm_75", "sm_80"]
-    assert not any(needs_decoding(torch.float8_e5m2, target) for target in TARGETS)
+def test_who_decodes_by_hand():
+    for dtype, exponent in ((torch.float8_e4m3fn, 4), (torch.float8_e5m2, 5)):
+        found = {target: decoded_by_hand(dtype, target) for target in TARGETS}
+        assert {t: bits for t, bits in found.items() if bits} == dict.fromkeys(
+            ("sm_75", "sm_80"), exponent
+        )
+    assert not any(decoded_by_hand(torch.bfloat16, target) for target in TARGETS)
