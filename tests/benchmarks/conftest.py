@@ -1,0 +1,67 @@
+"""The benchmarks on a tiny random model, so that they cannot rot. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# They are programs, and find each other in their own folder.
+sys.path.append(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def _no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here, tests meet a machine on which nothing is."""
+    nothing = {"installed": False, "reason": "no wheel"}
+    for module in ("peers.engines", "control_plane"):
+        monkeypatch.setattr(importlib.import_module(module), "status_of", lambda name: nothing)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without a tokenizer: two layers, random weights, long contexts."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Run a benchmark's ``main`` with arguments; what it wrote as JSON."""
+
+    def run(name: str, *arguments: str) -> dict[str, Any]:
+        module = importlib.import_module(name)
+        output = tmp_path / f"{name}.json"
+        command = [str(BENCHMARKS / f"{name}.py"), *arguments, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", command)
+        module.main()
+        written = json.loads(output.read_text())
+        importlib.import_module("measure").check_results(written)
+        assert written["command"].startswith(f"python benchmarks/{name}.py")
+        return written
+
+    return run
