@@ -63,6 +63,10 @@ class Books:
         """Seconds of each stage, and the prompt tokens that were found."""
         raise NotImplementedError("the books must serve")
 
+    def free_and_cached(self) -> int:
+        """Blocks that are free or may be evicted: all of them, once no request is running."""
+        raise NotImplementedError("the books must balance")
+
 
 class VLLMBooks(Books):
     """`KVCacheManager` with the default hash, as the scheduler uses it."""
@@ -126,6 +130,9 @@ class VLLMBooks(Books):
         ]
         return stages, found
 
+    def free_and_cached(self) -> int:
+        return self.manager.block_pool.get_num_free_blocks()
+
 
 class SGLangBooks(Books):
     """A radix cache over the paged allocator: the tree in Rust (its default) or in Python."""
@@ -174,6 +181,10 @@ class SGLangBooks(Books):
             raise RuntimeError(f"SGLang fell back to {core}: its Rust tree does not load here")
         return cache
 
+    def free_and_cached(self) -> int:
+        tokens = self.allocator.available_size() + self.cache.evictable_size()
+        return tokens // BLOCK_SIZE
+
     def prepare(self, request: workloads.Request) -> tuple[array[int], array[int]]:
         return array("q", request.prompt.tobytes()), array("q", request.tokens.tobytes())
 
@@ -198,7 +209,12 @@ class SGLangBooks(Books):
         allocated = clock()
         full = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
         values = self.torch.cat((cached, slots))
-        cache.insert(self.insert_params(key=self.key(tokens, limit=full), value=values[:full]))
+        # What was found is the tree's own; the tree in Rust would free it as duplicates.
+        cache.insert(
+            self.insert_params(
+                key=self.key(tokens, limit=full), value=values[:full], prev_prefix_len=found
+            )
+        )
         if full < len(tokens):
             allocator.free(values[full:])
         inserted = clock()
@@ -254,6 +270,8 @@ class Control(Driver):
             stages.append([round(1e6 * seconds, 3) for seconds in times])
             found += hits
         gc.unfreeze()
+        if (blocks := books.free_and_cached()) != request["num_blocks"]:
+            raise RuntimeError(f"{blocks} blocks are left of {request['num_blocks']}")
         return {
             "digest": workloads.digest(timed),
             "names": books.stages,

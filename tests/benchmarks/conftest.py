@@ -6,12 +6,17 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from radixkv import LLM
+from radixkv.model.loading import LoadedModel, load_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # They are programs, and find each other in their own folder.
@@ -47,6 +52,30 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     model.save_pretrained(folder)
     return folder
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and messages one behind the other."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={b: i for i, b in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    return fast
+
+
+@pytest.fixture
+def on_demo(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a benchmark asks for the demo model, it gets the tiny one, with a token a byte."""
+    tokenizer = byte_tokenizer()
+
+    def load(source: str, dtype: str) -> LoadedModel:
+        loaded = load_model(tiny_folder, "float32")
+        return replace(loaded, tokenizer=tokenizer, eos_token_ids=(tokenizer.eos_token_id,))
+
+    monkeypatch.setattr(LLM, "demo", lambda dtype: LLM(load("demo", dtype), kv_memory="64MiB"))
+    monkeypatch.setattr(importlib.import_module("shared_prompt"), "load_model", load)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import control_plane
 import measure
+import plots
 import pytest
 import serving
 import waste
@@ -141,6 +142,43 @@ def test_what_is_held_by_hand() -> None:
     assert held.needed == sum(6 + 2 * (length - 6) for length in lengths)
     # One block of four is shared; both have two more.
     assert held.shared == points * 5 * 4
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_plots(run_main: RunMain, tmp_path: Path, kind: str) -> None:
+    """What is drawn is a picture, with the series' names in it."""
+    picture = tmp_path / "plots" / f"replay.{kind}"
+    traces = ("--traces", "tot_game24", "--requests", "40", "--policies", "fifo")
+    run_main("replay", "--short", *traces, "--plot", str(picture))
+    drawn = picture.read_bytes()
+    if kind == "png":
+        assert drawn.startswith(b"\x89PNG")
+    else:
+        assert b"<!-- fifo -->" in drawn
+        assert b"<!-- optimum -->" in drawn
+
+
+def test_bars_show_where_there_is_nothing(tmp_path: Path) -> None:
+    picture = tmp_path / "bars.svg"
+    plots.bars(
+        picture, "Speed", "tokens/s", ["a", "b"], {"ours": [2.5, 3.0], "theirs": [None, 1.0]}
+    )
+    drawn = picture.read_text()
+    assert "<!-- none -->" in drawn
+    assert "<!-- 2.5 -->" in drawn
+
+
+def test_memory(run_main: RunMain, on_demo: None) -> None:
+    written = run_main("memory", "--prompts", "2", "--scale", "40", "--threads", "1")
+    for name, kept in written["results"].items():
+        assert 0 <= kept["saved"] < 1, name
+        assert kept["shared"] <= kept["alone"]
+
+
+def test_shared_prompt(run_main: RunMain, on_demo: None) -> None:
+    small = ("--conversations", "2", "--max-tokens", "2", "--turns", "1", "--threads", "1")
+    written = run_main("shared_prompt", *small)
+    assert len(written["results"]) == 3
 
 
 def test_metadata(run_main: RunMain, monkeypatch: pytest.MonkeyPatch) -> None:
