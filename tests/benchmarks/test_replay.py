@@ -48,6 +48,11 @@ def test_hits_by_hand() -> None:
     assert optimum.hits(requests, 3, [1] * 5) == [0, 0, 0, 1, 1]
 
 
+def test_what_stands_on_a_block_goes_before_it() -> None:
+    """Both blocks come again at the same time: without the first the second would be no hit."""
+    assert optimum.hits([[0, 1], [2], [0, 1]], 2, [2, 1, 2]) == [0, 0, 1]
+
+
 def test_hits_of_the_output_do_not_count() -> None:
     assert optimum.hits([[0, 1], [0, 1]], 2, [2, 1]) == [0, 1]
 
