@@ -20,7 +20,7 @@ from radixkv.model.loading import LoadedModel, load_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # They are programs, and find each other in their own folder.
-sys.path.append(str(BENCHMARKS))
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +76,34 @@ def on_demo(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LLM, "demo", lambda dtype: LLM(load("demo", dtype), kv_memory="64MiB"))
     monkeypatch.setattr(importlib.import_module("shared_prompt"), "load_model", load)
+
+
+class InProcess:
+    """Our own driver without a process of its own: a start costs seconds of imports."""
+
+    def __init__(self, name: str, *_: object) -> None:
+        self.name = name
+        self.driver = importlib.import_module("drive_radixkv").RadixKV()
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        answer = importlib.import_module("driver").answer
+        reply: dict[str, Any] = json.loads(json.dumps(answer(self.driver, request)))
+        if "error" in reply:
+            raise importlib.import_module("peers.process").PeerError(reply["error"])
+        return reply
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if hasattr(self.driver, "llm"):
+            self.driver.llm.close()
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our engine runs here; `test_chat` and `test_startup` start it as users do."""
+    monkeypatch.setattr(importlib.import_module("peers.engines"), "PeerProcess", InProcess)
 
 
 @pytest.fixture

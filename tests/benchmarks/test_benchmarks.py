@@ -45,7 +45,7 @@ def test_chat(run_main: RunMain, tiny_folder: Path, capsys: pytest.CaptureFixtur
     assert "gave other tokens" not in printed
 
 
-def test_single(run_main: RunMain, tiny_folder: Path) -> None:
+def test_single(run_main: RunMain, tiny_folder: Path, in_process: None) -> None:
     options = ("--prefix", "40", "--new-tokens", "3", "--engines", "radixkv")
     written = run_main("single", *TINY, *options, "--model", str(tiny_folder))
     ((_, phases),) = written["results"].items()
@@ -55,7 +55,7 @@ def test_single(run_main: RunMain, tiny_folder: Path) -> None:
     assert 0 < kept["between_tokens_s"] < kept["wall_s"][0]
 
 
-def test_branches(run_main: RunMain, tiny_folder: Path) -> None:
+def test_branches(run_main: RunMain, tiny_folder: Path, in_process: None) -> None:
     engines = ("--engines", "radixkv")
     written = run_main("branches", *TINY, *engines, "--model", str(tiny_folder))
     beams, samples = written["results"].values()
@@ -64,7 +64,7 @@ def test_branches(run_main: RunMain, tiny_folder: Path) -> None:
     assert samples["cold"]["radixkv"]["equal_share"] is None
 
 
-def test_no_sharing(run_main: RunMain, tiny_folder: Path) -> None:
+def test_no_sharing(run_main: RunMain, tiny_folder: Path, in_process: None) -> None:
     engines = ("--engines", "radixkv")
     written = run_main("no_sharing", *TINY, *engines, "--model", str(tiny_folder))
     ((_, phases),) = written["results"].items()
@@ -80,7 +80,9 @@ def test_startup(run_main: RunMain, tiny_folder: Path) -> None:
     assert "failure" in written["engines"]["llama"]
 
 
-def test_a_benchmark_fails_if_ours_does(run_main: RunMain, tmp_path: Path) -> None:
+def test_a_benchmark_fails_if_ours_does(
+    run_main: RunMain, tmp_path: Path, in_process: None
+) -> None:
     config = {"vocab_size": 500, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SystemExit, match="radixkv failed: ModelLoadError"):
