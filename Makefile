@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: setup demo test lint types unit format clean
+.PHONY: setup demo test lint types unit format peers bench clean
 
 setup: .venv/.ready
 
@@ -29,6 +29,14 @@ types: setup
 
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+# The others that the benchmarks run beside us, each in an environment of its own.
+peers: setup
+	TORCH=$(TORCH) $(BIN)/python benchmarks/peers/install.py
+
+# Every benchmark in its short form, on one page.
+bench: setup
+	$(BIN)/python -m benchmarks
 
 format: setup
 	$(BIN)/ruff check --fix .

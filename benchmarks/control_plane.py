@@ -1,12 +1,17 @@
 """What does the prefix cache cost a request? Tokens in, block tables out; no model.
 
-    python benchmarks/control_plane.py [--short] [--runs N] [--output FILE]
+    python benchmarks/control_plane.py [--short] [--runs N] [--peers vllm,sglang-rust,...]
 
 A whole request is acquire + extend by the output + commit with its open end + release, as an
 engine would do it over the request's life. Prompts are numpy int64 arrays, as tokenizers and
 others' benchmarks hand them over. Every workload is run several times on a fresh cache, and each
 request's shortest time counts, so that other programs on the machine do not; CPU time is that of
 the whole run by the process clock, for a check.
+
+Beside it, in turn on the same requests: vLLM's block pool and SGLang's radix tree, in Rust and in
+Python, in their own environment (`make peers`), driven by `peers/drive_control.py`. Each is handed
+its tokens in the form that it likes best, and that conversion is not counted. Trees whose cost
+grows with their size are timed on fewer requests there.
 """
 
 from __future__ import annotations
@@ -20,14 +25,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import plots
 import workloads
-from measure import best, machine, print_table, write_json
+from measure import best, print_head, print_table, write_json
+from peers.engines import HERE, on_cores
+from peers.install import python_of, status_of
+from peers.process import PeerError, PeerProcess
 
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
 
 BLOCK_SIZE = 16
 STAGES = ("acquire", "extend", "commit", "release")
+OURS = "radixkv"
+PEERS = {
+    "vllm": "vLLM block pool",
+    "sglang-rust": "SGLang, tree in Rust",
+    "sglang-python": "SGLang, tree in Python",
+}
+# Requests that peers are timed on where the tree is large: some take 0.1 s and more for each.
+LARGE, FEW = 10_000, 200
 Times = npt.NDArray[np.float64]
 
 
@@ -40,20 +57,24 @@ class Result:
     cpu: float  # microseconds a request, mean over the whole of the best run
     hit_rate: float
     matches: Times = field(default_factory=lambda: np.zeros(0))
+    names: tuple[str, ...] = STAGES
 
     @property
     def whole(self) -> Times:
         return self.stages.sum(axis=1)
 
+    @property
+    def medians(self) -> list[float]:
+        return [float(np.median(times)) for times in self.stages.T]
+
     def row(self) -> list[Any]:
-        medians = [float(np.median(self.stages[:, i])) for i in range(len(STAGES))]
         match = float(np.median(self.matches)) if len(self.matches) else "-"
         whole = self.whole
         return [
             self.name,
             len(whole),
             match,
-            *medians,
+            *self.medians,
             float(np.median(whole)),
             float(whole.mean()),
             self.cpu,
@@ -70,8 +91,23 @@ class Result:
             "match_p50_us": float(np.median(self.matches)) if len(self.matches) else None,
             "hit_rate": self.hit_rate,
         } | {
-            f"{stage}_p50_us": float(np.median(self.stages[:, i])) for i, stage in enumerate(STAGES)
+            f"{stage}_p50_us": median
+            for stage, median in zip(self.names, self.medians, strict=True)
         }
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is served: how it is made (see `workloads.make`), and by a cache of which size."""
+
+    name: str
+    spec: dict[str, Any]
+    share: float  # of the unique tokens of what fills the cache, or else of what is timed
+
+    def requests(self) -> tuple[list[workloads.Request], list[workloads.Request], int]:
+        """Requests that fill the cache, those to time, and the blocks of the pool."""
+        fill, timed = workloads.make(**self.spec)
+        return fill, timed, blocks_for(fill or timed, self.share)
 
 
 def serve(cache: PrefixCache, requests: list[workloads.Request]) -> Times:
@@ -111,30 +147,26 @@ def look(cache: PrefixCache, requests: list[workloads.Request]) -> Times:
     return times * 1e6
 
 
-def measure(
-    name: str,
-    requests: list[workloads.Request],
+def one_run(
+    fill: list[workloads.Request],
+    timed: list[workloads.Request],
     num_blocks: int,
-    runs: int,
-    fill: list[workloads.Request] | None = None,
-) -> Result:
-    """Serve the requests ``runs`` times, each on a fresh cache, filled first."""
-    stages, matches, cpu, hit_rate = [], [], [], 0.0
-    for _ in range(runs):
-        cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE))
-        serve(cache, fill or [])
-        before = cache.stats().counters
-        gc.collect()
-        gc.freeze()
-        begin = time.process_time()
-        stages.append(serve(cache, requests))
-        cpu.append((time.process_time() - begin) / len(requests) * 1e6)
-        matches.append(look(cache, requests[-2_000:]))
-        gc.unfreeze()
-        now = cache.counters
-        hits = now.hit_tokens - before.hit_tokens
-        hit_rate = hits / (now.query_tokens - before.query_tokens)
-    return Result(name, best(stages), min(cpu), hit_rate, best(matches))
+    block_size: int = BLOCK_SIZE,
+) -> tuple[Times, Times, float, float]:
+    """Serve on a fresh cache, filled first: times of stages, of matches, CPU time, hit rate."""
+    cache = PrefixCache(CacheConfig(num_blocks=num_blocks, block_size=block_size))
+    serve(cache, fill)
+    before = cache.stats().counters
+    gc.collect()
+    gc.freeze()
+    begin = time.process_time()
+    stages = serve(cache, timed)
+    cpu = (time.process_time() - begin) / len(timed) * 1e6
+    matches = look(cache, timed[-2_000:])
+    gc.unfreeze()
+    now = cache.counters
+    hits = now.hit_tokens - before.hit_tokens
+    return stages, matches, cpu, hits / (now.query_tokens - before.query_tokens)
 
 
 def blocks_for(requests: list[workloads.Request], share: float) -> int:
@@ -142,35 +174,165 @@ def blocks_for(requests: list[workloads.Request], share: float) -> int:
     return -(-int(workloads.unique_tokens(requests) * share) // BLOCK_SIZE)
 
 
-def run(short: bool, runs: int) -> list[Result]:
-    results = []
-    requests = workloads.chat(conversations=300) if short else workloads.chat()
-    if not short:
-        found = workloads.digest(requests)
-        assert found == workloads.CHAT_DIGEST, f"this is not the workload others ran: {found}"
-    results.append(measure("chat", requests, blocks_for(requests, 0.25), runs))
-    for leaves in (1_000, 10_000) if short else (1_000, 10_000, 100_000):
-        fill, timed = workloads.sweep(leaves)
-        # Just full: the shared system prompts once, and some 10 blocks a leaf.
-        num_blocks = blocks_for(fill, 1.0)
-        repeats = runs if leaves < 100_000 else max(runs // 2, 2)
-        results.append(measure(f"sweep {leaves:,} leaves", timed, num_blocks, repeats, fill))
-    requests = workloads.deep(turns=40 if short else 200)
-    results.append(measure("deep chats", requests, blocks_for(requests, 2.0), runs))
+def all_workloads(short: bool) -> list[Workload]:
+    """The four kinds, and the sizes of the sweep."""
+    # Just full: the shared system prompts once, and some 10 blocks a leaf.
+    sweeps = [
+        Workload(f"sweep {leaves:,} leaves", {"kind": "sweep", "leaves": leaves}, 1.0)
+        for leaves in ((1_000, 10_000) if short else (1_000, 10_000, 100_000))
+    ]
+    return [
+        Workload("chat", {"kind": "chat", "conversations": 300 if short else 2_000}, 0.25),
+        *sweeps,
+        Workload("deep chats", {"kind": "deep", "turns": 40 if short else 200}, 2.0),
+        Workload("RAG", {"kind": "rag", "requests": 200 if short else 1_000}, 0.25),
+    ]
+
+
+class Peers:
+    """The peers' processes, by name, and why those that do not run do not."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.processes: dict[str, PeerProcess] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.failures: dict[tuple[str, str], str] = {}
+        status = status_of("control")
+        for name in names:
+            try:
+                if not status["installed"]:
+                    raise PeerError(f"not installed: {status['reason']}")
+                script = str(HERE / "drive_control.py")
+                process = PeerProcess(PEERS[name], [str(python_of("control")), script, name])
+                self.processes[name] = process
+                self.facts[name] = process.ask(do="load") | {"versions": status["versions"]}
+            except PeerError as error:
+                self._lose(name, str(error))
+
+    def _lose(self, name: str, reason: str) -> None:
+        self.facts[name] = {"failure": reason}
+        if name in self.processes:
+            self.processes.pop(name).close()
+
+    def run(self, name: str, workload: Workload, num_blocks: int, limit: int) -> dict[str, Any]:
+        """A peer's reply to one run; empty if it fails, now or before."""
+        if name not in self.processes or (name, workload.name) in self.failures:
+            return {}
+        process = self.processes[name]
+        try:
+            return process.ask(do="run", workload=workload.spec, num_blocks=num_blocks, limit=limit)
+        except PeerError as error:
+            self.failures[name, workload.name] = str(error)
+            if not process.is_alive():
+                self._lose(name, str(error))
+            return {}
+
+    def close(self) -> None:
+        for name in list(self.processes):
+            self.processes.pop(name).close()
+
+
+def measure(workload: Workload, runs: int, peers: Peers) -> dict[str, Result]:
+    """Ours and the peers', in turn, ``runs`` times; by name, of those that run."""
+    fill, timed, num_blocks = workload.requests()
+    if workload.spec == {"kind": "chat", "conversations": 2_000}:
+        digest = workloads.digest(timed)
+        assert digest == workloads.CHAT_DIGEST, f"not the workload others ran: {digest}"
+    limit = FEW if len(fill) >= LARGE else len(timed)
+    digest = workloads.digest(timed[:limit])
+    ours: list[tuple[Times, Times, float, float]] = []
+    theirs: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(runs):
+        ours.append(one_run(fill, timed, num_blocks))
+        for name in list(peers.processes):
+            if reply := peers.run(name, workload, num_blocks, limit):
+                assert reply["digest"] == digest, f"{name} was given other requests"
+                theirs.setdefault(name, []).append(reply)
+    stages, matches, cpu, hit_rates = zip(*ours, strict=True)
+    results = {OURS: Result(OURS, best(stages), min(cpu), hit_rates[0], best(matches))}
+    for name, replies in theirs.items():
+        results[name] = Result(
+            PEERS[name],
+            best([np.array(reply["stages_us"]) for reply in replies]),
+            min(reply["cpu_us"] for reply in replies),
+            replies[0]["hit_rate"],
+            names=tuple(replies[0]["names"]),
+        )
     return results
+
+
+def show(workload: Workload, results: dict[str, Result], peers: Peers) -> None:
+    """Our stages, then whole requests of all beside each other."""
+    ours = results[OURS]
+    head = ["microseconds", "requests", "match", *STAGES, "whole p50", "whole mean", "CPU", "hits"]
+    print_table(f"{workload.name}: one request", head, [ours.row()])
+    base = float(np.median(ours.whole))
+    rows = []
+    for result in list(results.values())[1:]:
+        parts = ", ".join(
+            f"{stage} {median:.0f}"
+            for stage, median in zip(result.names, result.medians, strict=True)
+        )
+        whole = float(np.median(result.whole))
+        mean = float(result.whole.mean())
+        hits = f"{result.hit_rate:.3f}"
+        rows.append(
+            [result.name, len(result.whole), whole, mean, result.cpu, hits, whole / base, parts]
+        )
+    if rows:
+        head = ["", "requests", "whole p50", "whole mean", "CPU", "hits", "ours is x faster"]
+        print_table(f"{workload.name}: others, in turn", [*head, "stages p50"], rows)
+    for (name, where), reason in peers.failures.items():
+        if where == workload.name:
+            print(f"{PEERS[name]}: {reason}")
+
+
+def draw(found: dict[str, dict[str, Result]], path: Path) -> None:
+    """Microseconds of a whole request as the tree grows."""
+    sweeps = {name: each for name, each in found.items() if name.startswith("sweep")}
+    leaves = [int(name.split()[1].replace(",", "")) for name in sweeps]
+    series = {
+        PEERS.get(name, OURS): [
+            float(np.median(each[name].whole)) if name in each else None for each in sweeps.values()
+        ]
+        for name in (OURS, *PEERS)
+        if any(name in each for each in sweeps.values())
+    }
+    title = "A whole request, by the size of the tree"
+    plots.lines(path, title, "microseconds, p50", "leaves", leaves, series, logarithmic=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="a minute instead of ten")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, help="5, or 2 if short")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which, by name; or none")
     parser.add_argument("--output", type=Path, help="write the results there, as JSON")
-    arguments = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    results = run(arguments.short, arguments.runs)
-    head = ["microseconds", "requests", "match", *STAGES, "whole p50", "whole mean", "CPU", "hits"]
-    print_table("Control plane, one request", head, [result.row() for result in results])
-    write_json(arguments.output, {result.name: result.as_dict() for result in results})
+    parser.add_argument("--plot", type=Path, help="draw the sweep there, as SVG or PNG")
+    options = parser.parse_args()
+    names = [] if options.peers == "none" else options.peers.split(",")
+    if unknown := set(names) - set(PEERS):
+        parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}, or none")
+    print_head()
+    found: dict[str, dict[str, Result]] = {}
+    with on_cores(1):
+        peers = Peers(names)
+        try:
+            for name, facts in peers.facts.items():
+                said = facts.get("failure") or facts["versions"]
+                print(f"{PEERS[name]}: {said}")
+            for workload in all_workloads(options.short):
+                runs = options.runs or (2 if options.short else 5)
+                found[workload.name] = measure(workload, runs, peers)
+                show(workload, found[workload.name], peers)
+        finally:
+            peers.close()
+    results = {
+        workload: {name: result.as_dict() for name, result in each.items()}
+        for workload, each in found.items()
+    }
+    write_json(options.output, results, engines=peers.facts)
+    if options.plot is not None:
+        draw(found, options.plot)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -87,13 +88,46 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) 
             print("  ".join("-" * width for width in widths))
 
 
-def write_json(path: Path | None, results: dict[str, Any]) -> None:
-    """Results with the machine and the command, if a path is given."""
+def command_line() -> str:
+    """How this benchmark was started, as it would be typed in the repository's root."""
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def print_head() -> None:
+    """The machine, the versions, and the command; what stands above every table."""
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(command_line())
+
+
+def write_json(path: Path | None, results: dict[str, Any], **more: Any) -> None:
+    """Write ``command``, ``machine``, ``more`` and ``results`` as JSON, if a path is given.
+
+    `check_results` says what must be there.
+    """
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
-    path.write_text(
-        json.dumps({"command": command, "machine": machine(), **results}, indent=2) + "\n"
-    )
+    written = {"command": command_line(), "machine": machine(), **more, "results": results}
+    check_results(written)
+    path.write_text(json.dumps(written, indent=2) + "\n")
     print(f"\nwritten to {path}")
+
+
+def check_results(written: Any) -> None:
+    """Check what a benchmark has written: who reads the figures later must know what they are of.
+
+    Raises
+    ------
+    ValueError
+        Naming what is missing.
+    """
+    command, machine_, results = (written.get(key) for key in ("command", "machine", "results"))
+    if not isinstance(command, str) or not command.startswith("python "):
+        raise ValueError(f"no command by which this was measured: {command!r}")
+    if not isinstance(machine_, dict) or not {"processor", "python", "numpy"} <= machine_.keys():
+        raise ValueError(f"no machine on which this was measured: {machine_!r}")
+    if not isinstance(results, dict) or not results:
+        raise ValueError("no results")
+    for engine, facts in written.get("engines", {}).items():
+        if not facts.keys() & {"failure", "wall_s"}:
+            raise ValueError(f"{engine} neither ran nor is said why not")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measure import machine, print_table, write_json
+from measure import print_head, print_table, write_json
 
 from radixkv import LLM, BeamSearchParams, SamplingParams
 from radixkv.engine import Request
@@ -128,7 +128,7 @@ def main() -> None:
             rows.append(
                 [name, blocks.alone, blocks.shared, 100 * blocks.saved, lengths.paper[kind]]
             )
-    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print_head()
     print_table(
         f"{options.prompts} prompts, blocks of {llm.cache.block_size} tokens, {options.dtype}; "
         "blocks x steps",

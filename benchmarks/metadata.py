@@ -16,7 +16,7 @@ import tracemalloc
 from pathlib import Path
 
 import workloads
-from measure import machine, print_table, write_json
+from measure import print_head, print_table, write_json
 
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="a tenth of the conversations")
     parser.add_argument("--output", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    print_head()
     requests = workloads.chat(conversations=200 if arguments.short else 2_000)
     rows = [(size, *bytes_per_token(requests, size)) for size in BLOCK_SIZES]
     head = ["block size", "bytes a token", "cached tokens", "nodes"]

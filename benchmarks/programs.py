@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measure import machine, print_table, write_json
+from measure import print_head, print_table, write_json
 
 from radixkv.cache import EPHEMERAL, PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--output", type=Path, help="write the results there, as JSON")
     arguments = parser.parse_args()
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    print_head()
     times = measure(arguments.tokens, arguments.runs)
     rows = [[name, statistics.median(all_), min(all_)] for name, all_ in times.items()]
     print_table(f"A context of {arguments.tokens:,} tokens", ["microseconds", "p50", "best"], rows)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import Timing, in_turn, machine, print_table, write_json
+from measure import Timing, in_turn, print_head, print_table, write_json
 
 from radixkv import LLM, SamplingParams
 from radixkv.model.loading import LoadedModel, load_model
@@ -104,7 +104,7 @@ def main() -> None:
         ]
         for name, timing in times.items()
     ]
-    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print_head()
     print_table(
         f"{chats} chats, {width} prompt tokens, {options.max_tokens} new tokens each, "
         f"{options.dtype}, {options.threads} threads; medians of {options.turns} turns",

@@ -135,6 +135,32 @@ def sweep(
     return [request(number, 0) for number in range(leaves)], to_time
 
 
+def rag(documents: int = 100, requests: int = 1_000, seed: int = 0) -> list[Request]:
+    """Questions about many documents of 2,000 to 32,000 tokens, some far more popular than others.
+
+    A document is one long edge of a tree: it shows what it costs to evict more than is needed.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.uniform(np.log(2_000), np.log(32_000), size=documents)).astype(int)
+    texts = [rng.integers(0, VOCABULARY, size=length) for length in lengths.tolist()]
+    popularity = 1.0 / np.arange(1, documents + 1) ** 0.9
+    picks = rng.choice(documents, size=requests, p=popularity / popularity.sum())
+    made = []
+    for number, document in enumerate(picks.tolist()):
+        own = rng.integers(0, VOCABULARY, size=TURN_LENGTH)
+        tokens = np.concatenate([texts[document], own]).astype(np.int64)
+        prompt_length = len(tokens) - int(TURN_LENGTH * OUTPUT_SHARE)
+        made.append(Request(number, 0, document, tokens, prompt_length))
+    return made
+
+
+def make(kind: str, **sizes: int) -> tuple[list[Request], list[Request]]:
+    """A workload by its name: requests that fill a cache first, and those to time."""
+    if kind == "sweep":
+        return sweep(**sizes)
+    return [], {"chat": chat, "deep": deep, "rag": rag}[kind](**sizes)
+
+
 def unique_tokens(requests: Iterable[Request]) -> int:
     """Tokens that a cache without bounds would hold: every distinct prefix once."""
     longest: dict[int, Request] = {}
