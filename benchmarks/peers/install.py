@@ -1,6 +1,6 @@
 """Install the others, each into a virtual environment of its own: ``make peers``.
 
-    python benchmarks/peers/install.py [vllm llama control] [--minutes 30] [--again]
+    python benchmarks/peers/install.py [vllm llama control] [--minutes 90] [--again]
 
 Beside each environment stands a file, ``.peers/<name>.json``, that says what was installed, or why
 it could not be: the benchmarks print that reason in the peer's row. Versions are pinned, so that
@@ -160,7 +160,7 @@ def versions(python: Path, packages: tuple[str, ...], deadline: float) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="PEER", help=f"of {', '.join(ALL)}; else all")
-    parser.add_argument("--minutes", type=float, default=30, help="for each, at the most")
+    parser.add_argument("--minutes", type=float, default=90, help="for each, at the most")
     parser.add_argument("--again", action="store_true", help="from an empty folder")
     options = parser.parse_args()
     if unknown := set(options.names) - set(ALL):
