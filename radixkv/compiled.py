@@ -67,15 +67,15 @@ def use_compiled(search_path: list[str]) -> bool:
     """
     try:
         folder = compiled_folder()
-        found = folder.is_dir()
+        libraries = list(folder.glob(f"*__mypyc{SUFFIX}"))
     except (OSError, RuntimeError) as error:  # No home folder, or sources that are no files.
         logger.info("the cache runs as Python: %s", error)
         return False
-    if not found:
+    if not libraries:
         logger.info("the cache is not compiled; python -m radixkv.native.build compiles it")
         return False
     try:
-        for library in folder.glob(f"*__mypyc{SUFFIX}"):
+        for library in libraries:
             _load(library)
     except (ImportError, OSError) as error:
         logger.warning("the compiled cache cannot be loaded, Python's is used: %s", error)

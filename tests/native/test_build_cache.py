@@ -105,6 +105,13 @@ def test_a_user_without_a_folder_can_import_it(
     assert search_path == ["here"]
 
 
+def test_an_empty_folder_is_nothing_compiled(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    search_path = ["here"]
+    assert not compiled.use_compiled(search_path)
+    assert search_path == ["here"]
+
+
 def test_no_mypyc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NativeBuildError, match=r"pip install 'mypy\[mypyc\]'"):
