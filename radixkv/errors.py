@@ -16,6 +16,7 @@ RadixKVError
 │   └── ModelNotSupportedError            a model class whose state a paged KV cache cannot hold
 ├── NativeBuildError                      the compiled operators could not be built here
 ├── NumericalError                        NaN logits: the request fails, the engine goes on
+├── QueueFullError                        the server has as many requests as it may; try later
 ├── EngineStoppedError                    the engine was shut down, or its step failed
 └── CacheInvariantError                   a law of the cache was broken; never caught
 """
@@ -101,6 +102,23 @@ class NativeBuildError(RadixKVError):
 
 class NumericalError(RadixKVError):
     """The model produced NaN logits for a request."""
+
+
+class QueueFullError(RadixKVError):
+    """As many requests are unfinished as the server takes; one that comes later may be served.
+
+    Parameters
+    ----------
+    unfinished, limit : int
+        Requests that run or wait, and that may.
+    """
+
+    def __init__(self, unfinished: int, limit: int) -> None:
+        super().__init__(
+            f"{unfinished} of at most {limit} requests are unfinished; try again later"
+        )
+        self.unfinished = unfinished
+        self.limit = limit
 
 
 class EngineStoppedError(RadixKVError):

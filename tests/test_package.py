@@ -13,7 +13,7 @@ import radixkv
 
 ROOT = Path(radixkv.__file__).parent
 # Each room may import those before it; `decoding` stands beside `attention`.
-FLOORS = ["cache", "attention", "model", "engine", "programs", "llm", "cli"]
+FLOORS = ["cache", "attention", "model", "engine", "programs", "llm", "server", "cli"]
 EVERYWHERE = {"errors", "config"}
 ALLOWED = {
     "cache": {"cache", "compiled"},
@@ -27,6 +27,7 @@ ALLOWED = {
     "inputs": {"decoding", "engine"},
     "llm": {"devices", "inputs", "memory", "model", "attention", "cache", "decoding", "engine"}
     | {"programs"},
+    "server": {"server", "llm", "model", "cache", "decoding", "engine", "programs"},
     "devices": set(),
     "memory": set(),
     "workloads": {"workloads"},
@@ -34,7 +35,7 @@ ALLOWED = {
     "folders": set(),
     "config": {"cache"},  # for types alone, see below
     "cli": {"cli", "llm", "memory", "native", "model", "attention", "cache", "decoding", "engine"}
-    | {"workloads", "devices"},
+    | {"workloads", "devices", "server"},
 }
 
 

@@ -1,0 +1,76 @@
+"""Answer: what an event loop sees of a request that the engine's thread runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from radixkv.decoding.logprobs import TokenLogprobs
+from radixkv.engine import RequestOutput, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one continuation.
+
+    Attributes
+    ----------
+    delta : TokenDelta
+    logprobs : TokenLogprobs or None
+        Of the delta's token, where the request asked for them and there is one.
+    """
+
+    delta: TokenDelta
+    logprobs: TokenLogprobs | None
+
+
+class Answer:
+    """A request's pieces as they come, and its output once it has ended. For one reader.
+
+    Pieces wait here for a slow reader: at the most all the tokens that its request may have.
+
+    Attributes
+    ----------
+    request_id : str
+    output : RequestOutput or None
+        The whole, once the request has ended, with the error if it failed.
+    """
+
+    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self.output: RequestOutput | None = None
+        self._pieces: deque[Piece] = deque()
+        self._grown = asyncio.Event()
+        self._cancel = cancel
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Each piece once; ends with the request, however it ended."""
+        while True:
+            while self._pieces:
+                yield self._pieces.popleft()
+            if self.output is not None:
+                return
+            self._grown.clear()
+            await self._grown.wait()
+
+    async def end(self) -> RequestOutput:
+        """Wait for the whole; pieces that were not read are dropped."""
+        while self.output is None:
+            self._pieces.clear()
+            self._grown.clear()
+            await self._grown.wait()
+        return self.output
+
+    def cancel(self) -> None:
+        """Have the engine end it before its next step, if it has not ended."""
+        if self.output is None:
+            self._cancel(self.request_id)
+
+    def deliver(self, pieces: Sequence[Piece], output: RequestOutput | None) -> None:
+        """For the worker: what has come, and the whole if that was the end."""
+        self._pieces.extend(pieces)
+        if output is not None:
+            self.output = output
+        self._grown.set()

@@ -1,0 +1,30 @@
+"""create_app: the application, of routers that each do one thing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+import radixkv
+from radixkv.server import failures, health
+from radixkv.server.service import Service
+
+
+def create_app(service: Service) -> FastAPI:
+    """An ASGI application over a service, which starts and ends with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    app = FastAPI(title="radixkv", version=radixkv.__version__, lifespan=lifespan)
+    app.state.service = service
+    failures.install(app)
+    app.include_router(health.router)
+    return app

@@ -1,0 +1,70 @@
+"""ServerConfig: what a server is told, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixkv.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How an engine is served.
+
+    Parameters
+    ----------
+    host : str
+    port : int
+        0 takes any free one.
+    served_model_name : str, optional
+        What clients call the model; the model's own name unless given.
+    api_keys : tuple of str
+        Who brings one of them is served; without any, everybody is.
+    isolate_keys : bool
+        What one key's requests have cached is never found by another's.
+    protect_page : bool
+        The page, metrics and health need a key too.
+    max_queued : int
+        Requests that may be unfinished at a time; more are answered with 429.
+    max_body_bytes : int
+        Largest body of a request.
+    max_n : int
+        Most continuations of one prompt, and most prompts of one request.
+    context_seconds : float
+        Time after its last call at which a context over HTTP is closed.
+    max_contexts : int
+        Contexts over HTTP that may be open at a time.
+    drain_seconds : float
+        Time that running requests get to end when the server is told to.
+
+    Raises
+    ------
+    ConfigError
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    isolate_keys: bool = False
+    protect_page: bool = False
+    max_queued: int = 1024
+    max_body_bytes: int = 16 << 20
+    max_n: int = 128
+    context_seconds: float = 300.0
+    max_contexts: int = 1024
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be in 0 to 65535, not {self.port}")
+        if not all(self.api_keys):
+            raise ConfigError("an API key is empty")
+        if (self.isolate_keys or self.protect_page) and not self.api_keys:
+            raise ConfigError("isolate_keys and protect_page need api_keys")
+        for name in ("max_queued", "max_body_bytes", "max_n", "max_contexts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("context_seconds", "drain_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")

@@ -1,0 +1,85 @@
+"""What becomes of errors: OpenAI's form, with a status that clients understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from radixkv.errors import (
+    ContextClosedError,
+    ContextError,
+    EngineStoppedError,
+    GenerationCancelledError,
+    PromptTooLongError,
+    QueueFullError,
+    RadixKVError,
+    RequestError,
+    UnsupportedParameterError,
+)
+
+# The first that fits; what is ours and not here is 500.
+STATUSES: tuple[tuple[type[RadixKVError], int, str | None], ...] = (
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (UnsupportedParameterError, 400, "unsupported_parameter"),
+    (RequestError, 400, None),
+    (ContextClosedError, 410, "context_closed"),
+    (ContextError, 409, "context_conflict"),
+    (GenerationCancelledError, 409, "cancelled"),
+    (QueueFullError, 429, "queue_full"),
+)
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+RETRY_AFTER_SECONDS = 1
+
+
+def error_body(
+    status: int, message: str, *, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """An error as OpenAI's clients expect it."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: BaseException) -> tuple[int, str | None]:
+    """Status and code of an error."""
+    for kind, status, code in STATUSES:
+        if isinstance(error, kind):
+            return status, code
+    if isinstance(error, EngineStoppedError) and error.__cause__ is None:
+        return 503, "shutting_down"
+    return 500, None
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The answer to a request that ended with this error."""
+    status, code = status_of(error)
+    message = str(error) if isinstance(error, RadixKVError) else "internal error"
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else None
+    return JSONResponse(error_body(status, message, code=code), status, headers)
+
+
+def install(app: FastAPI) -> None:
+    """Have an application answer all errors in this form."""
+
+    @app.exception_handler(RadixKVError)
+    async def _ours(_: Request, error: RadixKVError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{place}: {first['msg']}" if place else first["msg"]
+        return JSONResponse(error_body(400, message, param=place or None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        body = error_body(error.status_code, str(error.detail))
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
+        return error_response(error)
