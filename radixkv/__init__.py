@@ -10,6 +10,7 @@ them, and `radixkv.cache` alone never imports them.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from radixkv.programs import Context, majority
 
 __version__ = "0.1.0"
+
+# OpenMP's threads wait for each other by turning round, for milliseconds; where others want their
+# processors too, a step then takes several times as long. torch's OpenMP reads this when it is
+# loaded, so whoever imports torch first has to set it, as whoever wants another value may.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
     "EPHEMERAL": "radixkv.cache",

@@ -58,8 +58,46 @@ def work_items(batch: AttentionBatch, span: Span) -> WorkItems:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class DirectLayer:
+    """What a layer's attention reads and writes in a step, for an operator that does both.
+
+    Attributes
+    ----------
+    keys, values : bfloat16 tensors (blocks, block_size, kv_heads, dim)
+    slots : int64 tensor (tokens,)
+        Where each token's key and value go.
+    reads : list of tensor
+        The fields of `WorkItems`, in order.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+    reads: list[torch.Tensor]
+
+
 class NativeBackend(TorchBackend):
     """Reads every shared run once, in one operator a layer; what that cannot do, torch does."""
+
+    def direct(self, layer: int, batch: AttentionBatch, span: Span) -> DirectLayer | None:
+        """What a whole block needs of this layer; None if the step asks for more than that."""
+        if batch.written is not None or batch.copies:
+            return None
+        reads = self._reads(batch, span)
+        return DirectLayer(
+            self.store.keys[layer],
+            self.store.values[layer],
+            batch.slots,
+            [reads.items, reads.tables, reads.positions, reads.first],
+        )
+
+    def _reads(self, batch: AttentionBatch, span: Span) -> WorkItems:
+        kept = ("native", span)
+        reads = batch.prepared.get(kept)
+        if not isinstance(reads, WorkItems):
+            reads = batch.prepared[kept] = work_items(batch, span)
+        return reads
 
     def _write(
         self, layer: int, batch: AttentionBatch, key: torch.Tensor, value: torch.Tensor
@@ -87,10 +125,7 @@ class NativeBackend(TorchBackend):
         if key is not None and value is not None:
             key, value = key.to(self.store.dtype), value.to(self.store.dtype)
             self._write(attention.layer, batch, key, value)
-        kept = ("native", attention.span)
-        reads = batch.prepared.get(kept)
-        if not isinstance(reads, WorkItems):
-            reads = batch.prepared[kept] = work_items(batch, attention.span)
+        reads = self._reads(batch, attention.span)
         if query.stride(-1) != 1:
             query = query.contiguous()
         out: torch.Tensor

@@ -16,6 +16,7 @@ from torch import nn
 from radixkv.model.function_adapter import FunctionAdapter, paged_attention
 from radixkv.model.layers import Model
 from radixkv.model.operators import Gate, Norm, Rotary
+from radixkv.model.whole_block import WholeBlock
 
 # Their forward functions were read, and differ in nothing but what `FusedBlock` looks at.
 FUSED_LAYERS = frozenset(
@@ -73,6 +74,7 @@ class FusedBlock(nn.Module):
         self.query_norm, self.key_norm = _norm(attention, "q_norm"), _norm(attention, "k_norm")
         self.residual_scale = float(getattr(layer, "residual_multiplier", 1.0))
         self._place_norms(layer)
+        self.whole = WholeBlock(self)
         # Last, for only from here on is the layer no longer whole.
         _empty(attention, QKV)
         _empty(mlp, GATE_UP)
@@ -104,6 +106,8 @@ class FusedBlock(nn.Module):
     ) -> torch.Tensor:
         """As the layer's own forward, for one flattened row of tokens; (1, tokens, hidden)."""
         hidden = hidden_states[0]
+        if (output := self.whole(hidden, position_embeddings)) is not None:
+            return output[None]
         inputs = self.norm_before_attention(hidden) if self.norm_before_attention else hidden
         outputs = self._attend(inputs, attention_mask, position_embeddings)
         if self.norm_after_attention:

@@ -6,7 +6,7 @@ One flattened forward of all rows, with position ids, without a transformers cac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from radixkv.attention import (
     Span,
     send,
 )
+from radixkv.attention.native_backend import DirectLayer, NativeBackend
 from radixkv.model.layers import (
     Model,
     forward_parameters,
@@ -72,13 +73,13 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 @contextmanager
-def _answering(call: AttentionCall) -> Iterator[None]:
-    before = getattr(_running, "call", None)
-    _running.call = call
+def _answering(call: AttentionCall, step: _Step | None = None) -> Iterator[None]:
+    before = getattr(_running, "call", None), getattr(_running, "step", None)
+    _running.call, _running.step = call, step
     try:
         yield
     finally:
-        _running.call = before
+        _running.call, _running.step = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,41 @@ class _Call:
     store: int
     writes: bool
     span: Span
+
+
+class _Step:
+    """The step that is running, and how many attention calls it has come to."""
+
+    def __init__(
+        self, backend: AttentionBackend, batch: AttentionBatch, calls: Sequence[_Call]
+    ) -> None:
+        self.backend = backend
+        self.batch = batch
+        self._calls = calls
+        self._next = 0
+
+    def next_call(self) -> _Call:
+        self._next += 1
+        return self._calls[self._next - 1]
+
+    def direct_layer(self) -> DirectLayer | None:
+        if not isinstance(self.backend, NativeBackend):
+            return None
+        call = self._calls[self._next]
+        direct = self.backend.direct(call.store, self.batch, call.span) if call.writes else None
+        if direct is not None:
+            self._next += 1
+        return direct
+
+
+def direct_layer() -> DirectLayer | None:
+    """What the next attention call of the running step reads and writes, for a whole block.
+
+    Whoever takes it has made that call. None, and nothing has been taken, if attention must be
+    asked for.
+    """
+    step: _Step | None = getattr(_running, "step", None)
+    return None if step is None else step.direct_layer()
 
 
 class FunctionAdapter:
@@ -126,7 +162,7 @@ class FunctionAdapter:
         logit_tokens: torch.Tensor,
     ) -> torch.Tensor:
         """See `ModelAdapter.forward`."""
-        calls = iter(self._calls)
+        step = _Step(backend, batch, self._calls)
 
         def call(
             module: Any,
@@ -136,7 +172,7 @@ class FunctionAdapter:
             scaling: float | None,
             keywords: dict[str, Any],
         ) -> torch.Tensor:
-            this = next(calls)
+            this = step.next_call()
             attention = LayerAttention(
                 this.store,
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -153,7 +189,7 @@ class FunctionAdapter:
             )
             return out[None]
 
-        with _answering(call):
+        with _answering(call, step):
             return self._run(tokens, batch.position_ids, logit_tokens)
 
     def _run(

@@ -65,6 +65,16 @@ class Rotary:
         self._made_of: torch.Tensor | None = None
         self._cos = self._sin = torch.empty(0)
 
+    def angles(
+        self, embeddings: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines as the compiled operators take them; (tokens, 1, rotated dim)."""
+        if self._made_of is not embeddings[0]:
+            cos, sin = (part[0].unsqueeze(1).to(dtype) for part in embeddings)
+            self._cos, self._sin = cos.contiguous(), sin.contiguous()
+            self._made_of = embeddings[0]
+        return self._cos, self._sin
+
     def rotate(
         self, heads: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
@@ -77,18 +87,14 @@ class Rotary:
         embeddings : cos and sin, tensors (1, tokens, rotated dim)
             What lies behind the rotated dimensions stays as it is.
         """
-        compiled = takes(heads)
+        if takes(heads):
+            torch.ops.radixkv.rotate_(heads, *self.angles(embeddings, heads.dtype))
+            return heads
         if self._made_of is not embeddings[0]:
             cos, sin = (part[0].unsqueeze(1).to(heads.dtype) for part in embeddings)
-            if compiled:
-                self._cos, self._sin = cos.contiguous(), sin.contiguous()
-            else:
-                half = sin.shape[-1] // 2
-                self._cos, self._sin = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+            half = sin.shape[-1] // 2
+            self._cos, self._sin = cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
             self._made_of = embeddings[0]
-        if compiled:
-            torch.ops.radixkv.rotate_(heads, self._cos, self._sin)
-            return heads
         width = self._cos.shape[-1]
         if width == heads.shape[-1]:
             return torch.addcmul(heads * self._cos, heads.roll(width // 2, -1), self._sin)
@@ -102,10 +108,10 @@ class Gate:
 
     def __init__(self, activation: nn.Module) -> None:
         self.activation = activation
-        self._is_silu = type(activation).__name__ in ("SiLU", "SiLUActivation")
+        self.is_silu = type(activation).__name__ in ("SiLU", "SiLUActivation")
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self._is_silu and takes(gate_up):
+        if self.is_silu and takes(gate_up):
             output: torch.Tensor = torch.ops.radixkv.silu_mul(gate_up)
             return output
         gate, up = gate_up.chunk(2, -1)

@@ -1,543 +1,44 @@
-// Paged attention on CPUs with AMX: work items over block tables, and one merge.
-//
-// An item is a range of query tokens that read one range of key positions through one block table:
-// a shared run for all the sequences that share it, or what a sequence reads by itself. Items are
-// cut into tasks (KV head, query rows, keys); every task leaves a partial result with its running
-// maximum and sum, and partial results are merged by them. Accumulation is in float32.
+// The operator of paged attention.
 
 #ifdef __AMX_BF16__
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <sys/syscall.h>
 #include <torch/library.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
 #include <vector>
 
-#include "vectors.h"
+#include "store.h"
 
 namespace {
 
 using namespace radixkv;
 
-constexpr int TILE = 16;          // rows of a tile, and columns of one of float32
-constexpr int PAIR = 32;          // bfloat16 values in a row of a tile
-constexpr int WIDE = 64;          // keys that are scored at once: four tiles
-constexpr int CHUNK = 256;        // keys between two updates of the result; a multiple of WIDE
-constexpr int HEAD_ROWS = 128;    // query rows of one KV head in a task
-constexpr int MAX_ROWS = 512;     // query rows of a task, over its KV heads
-constexpr int MAX_DIM = 256;
-constexpr int64_t SPLIT = 512;    // keys of a task where tasks are few; a multiple of CHUNK
-constexpr int ITEM_FIELDS = 5;    // first token, tokens, place of the table, first key, end of keys
-constexpr float FLOOR = -1e30f;   // log-sum-exp of no keys at all
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-struct Inputs {
-  const bf16* query;
-  int64_t query_token, query_head;   // strides, in elements
-  const bf16* keys;
-  const bf16* values;
-  int64_t key_slot, value_slot;
-  int64_t block_size, kv_heads, groups, key_dim, value_dim;
-  const int32_t* tables;
-  const int64_t* positions;  // of each token: the last key that it sees
-  const int64_t* first;      // the first key that it sees
-  float scale;               // to the base of 2
-};
-
-struct Task {
-  int64_t token, tokens;    // query tokens; every one has `groups` rows
-  int64_t table;            // where the block table begins
-  int64_t first_key, end_key;
-  int64_t head, end_head;   // KV heads
-  int64_t partial;          // first row among the partial results; head by head
-};
-
-// What one row has gathered so far.
-struct Sums {
-  float top = NONE, total = 0.f;
-};
-
-// One thread's buffers.
-struct Scratch {
-  alignas(64) bf16 query[MAX_ROWS * MAX_DIM];
-  alignas(64) bf16 keys[CHUNK * MAX_DIM];    // for every WIDE keys: tiles of (dimension pairs, keys)
-  alignas(64) bf16 values[CHUNK * MAX_DIM];  // for every PAIR keys: tiles of (key pairs, dimensions)
-  alignas(64) float scores[TILE * CHUNK];
-  alignas(64) bf16 weights[TILE * CHUNK];
-  alignas(64) float out[MAX_ROWS * MAX_DIM];
-  Sums sums[MAX_ROWS];
-};
-
-alignas(64) const bf16 ZEROS[MAX_DIM] = {};
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-  TileConfig() {
-    for (int i = 0; i < 8; ++i) {
-      row_bytes[i] = 64;
-      rows[i] = TILE;
-    }
-  }
-};
-
-// Transpose 16 x 16 units of 32 bits.
-inline void transpose(__m512i row[TILE]) {
-  __m512i t[TILE];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    row[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    row[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    row[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    row[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(row[i], row[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(row[i], row[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    row[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    row[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    row[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    row[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
-// Tiles of the first `count` keys, rounded up to whole tiles.
-void pack_keys(const bf16* const* rows, int64_t count, int64_t dim, bf16* packed) {
-  for (int64_t key = 0; key < count; key += TILE) {
-    bf16* wide = packed + key / WIDE * WIDE * dim + key % WIDE * PAIR;
-    for (int64_t d = 0; d < dim; d += PAIR) {
-      __m512i block[TILE];
-      for (int i = 0; i < TILE; ++i) block[i] = _mm512_loadu_si512(rows[key + i] + d);
-      transpose(block);
-      bf16* tile = wide + d * WIDE;
-      for (int i = 0; i < TILE; ++i) _mm512_store_si512(tile + i * PAIR, block[i]);
-    }
-  }
-}
-
-// Tiles of the first `count` values, rounded up to whole tiles.
-void pack_values(const bf16* const* rows, int64_t count, int64_t dim, bf16* packed) {
-  alignas(64) uint16_t low[PAIR], high[PAIR];
-  for (int i = 0; i < PAIR; ++i) {
-    low[i] = i / 2 + (i % 2) * PAIR;
-    high[i] = low[i] + TILE;
-  }
-  const __m512i take_low = _mm512_load_si512(low), take_high = _mm512_load_si512(high);
-  for (int64_t key = 0; key < count; key += PAIR) {
-    for (int pair = 0; pair < TILE; ++pair) {
-      const bf16 *even = rows[key + 2 * pair], *odd = rows[key + 2 * pair + 1];
-      bf16* row = packed + key * dim + pair * PAIR;
-      for (int64_t d = 0; d < dim; d += PAIR) {
-        const __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
-        bf16* tile = row + d * PAIR;
-        _mm512_store_si512(tile, _mm512_permutex2var_epi16(a, take_low, b));
-        _mm512_store_si512(tile + TILE * PAIR, _mm512_permutex2var_epi16(a, take_high, b));
-      }
-    }
-  }
-}
-
-// scores = query rows x keys; (16, count rounded up to WIDE).
-void score(const bf16* query, const bf16* keys, int64_t count, int64_t dim, float* scores) {
-  for (int64_t key = 0; key < count; key += WIDE) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t d = 0; d < dim; d += PAIR) {
-      const bf16* tile = keys + key * dim + d * WIDE;
-      _tile_loadd(4, query + d, dim * sizeof(bf16));
-      _tile_loadd(5, tile, 64);
-      _tile_loadd(6, tile + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
-      _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_dpbf16ps(3, 4, 6);
-    }
-    float* to = scores + key;
-    _tile_stored(0, to, CHUNK * sizeof(float));
-    _tile_stored(1, to + TILE, CHUNK * sizeof(float));
-    _tile_stored(2, to + 2 * TILE, CHUNK * sizeof(float));
-    _tile_stored(3, to + 3 * TILE, CHUNK * sizeof(float));
-  }
-}
-
-// out += weights x values; (16, dim).
-void accumulate(const bf16* weights, const bf16* values, int64_t count, int64_t dim, float* out) {
-  const int64_t bytes = dim * sizeof(float);
-  int64_t d = 0;
-  for (; d + 4 * TILE <= dim; d += 4 * TILE) {
-    _tile_loadd(0, out + d, bytes);
-    _tile_loadd(1, out + d + TILE, bytes);
-    _tile_loadd(2, out + d + 2 * TILE, bytes);
-    _tile_loadd(3, out + d + 3 * TILE, bytes);
-    for (int64_t key = 0; key < count; key += PAIR) {
-      const bf16* tile = values + key * dim + d * PAIR;
-      _tile_loadd(4, weights + key, CHUNK * sizeof(bf16));
-      _tile_loadd(5, tile, 64);
-      _tile_loadd(6, tile + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
-      _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_dpbf16ps(3, 4, 6);
-    }
-    _tile_stored(0, out + d, bytes);
-    _tile_stored(1, out + d + TILE, bytes);
-    _tile_stored(2, out + d + 2 * TILE, bytes);
-    _tile_stored(3, out + d + 3 * TILE, bytes);
-  }
-  for (; d < dim; d += PAIR) {
-    _tile_loadd(0, out + d, bytes);
-    _tile_loadd(1, out + d + TILE, bytes);
-    for (int64_t key = 0; key < count; key += PAIR) {
-      const bf16* tile = values + key * dim + d * PAIR;
-      _tile_loadd(4, weights + key, CHUNK * sizeof(bf16));
-      _tile_loadd(5, tile, 64);
-      _tile_loadd(6, tile + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-    }
-    _tile_stored(0, out + d, bytes);
-    _tile_stored(1, out + d + TILE, bytes);
-  }
-}
-
-// The scores of keys `begin` to `end` become weights, those of all others up to `count` zeros.
-// Returns the factor by which earlier results shrink.
-float soften(
-    float* scores, int64_t begin, int64_t end, int64_t count, float scale, Sums& sums,
-    bf16* weights) {
-  const int64_t used = (count + PAIR - 1) / PAIR * PAIR;
-  begin = std::max<int64_t>(begin, 0);
-  if (begin >= end) {  // A row that ends before these keys, or begins behind them.
-    std::memset(weights, 0, used * sizeof(bf16));
-    return 1.f;
-  }
-  if (begin > 0 || end < used) {
-    std::fill(scores, scores + begin, NONE);
-    std::fill(scores + end, scores + used, NONE);
-  }
-  __m512 most = _mm512_set1_ps(NONE), also = most;
-  for (int64_t key = 0; key < used; key += PAIR) {
-    most = _mm512_max_ps(most, _mm512_load_ps(scores + key));
-    also = _mm512_max_ps(also, _mm512_load_ps(scores + key + TILE));
-  }
-  const float before = sums.top;
-  // Of scaled scores; a scale is positive.
-  sums.top = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(most, also)) * scale);
-  const __m512 factor = _mm512_set1_ps(scale), base = _mm512_set1_ps(sums.top);
-  __m512 total = _mm512_setzero_ps();
-  for (int64_t key = 0; key < used; key += PAIR) {
-    const __m512 a = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key), factor, base));
-    const __m512 b = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key + TILE), factor, base));
-    total = _mm512_add_ps(total, _mm512_add_ps(a, b));
-    _mm512_store_si512(weights + key, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-  }
-  const float shrink = before == sums.top ? 1.f : std::exp2(before - sums.top);
-  sums.total = sums.total * shrink + _mm512_reduce_add_ps(total);
-  return shrink;
-}
-
-inline int64_t padded(int64_t rows) { return (rows + TILE - 1) / TILE * TILE; }
-
-// One KV head's queries, side by side; zeros up to a whole tile.
-void load_query(const Inputs& in, const Task& task, int64_t head, bf16* query) {
-  const int64_t rows = task.tokens * in.groups;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = task.token + row / in.groups;
-    const bf16* from = in.query + token * in.query_token +
-        (head * in.groups + row % in.groups) * in.query_head;
-    std::memcpy(query + row * in.key_dim, from, in.key_dim * sizeof(bf16));
-  }
-  std::memset(query + rows * in.key_dim, 0, (padded(rows) - rows) * in.key_dim * sizeof(bf16));
-}
-
-// Walks along a block table without dividing.
-struct Cursor {
-  int64_t entry, offset;  // in the tables; in the block
-  Cursor(const Inputs& in, int64_t table, int64_t position)
-      : entry(table + position / in.block_size), offset(position % in.block_size) {}
-  int64_t next(const Inputs& in) {
-    const int64_t slot = in.tables[entry] * in.block_size + offset;
-    if (++offset == in.block_size) {
-      offset = 0;
-      ++entry;
-    }
-    return slot;
-  }
-};
-
-// Where the keys and values of a chunk begin, for the first KV head.
-struct Rows {
-  const bf16 *keys[CHUNK], *values[CHUNK];
-};
-
-// Find the next keys and values, wherever their blocks lie, and have them fetched.
-void find_rows(const Inputs& in, const Task& task, int64_t count, Cursor& cursor, Rows& rows) {
-  const int64_t heads = task.end_head - task.head;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t slot = cursor.next(in);
-    rows.keys[i] = in.keys + slot * in.key_slot + task.head * in.key_dim;
-    rows.values[i] = in.values + slot * in.value_slot + task.head * in.value_dim;
-    for (int64_t d = 0; d < heads * in.key_dim; d += PAIR)
-      _mm_prefetch(rows.keys[i] + d, _MM_HINT_T1);
-    for (int64_t d = 0; d < heads * in.value_dim; d += PAIR)
-      _mm_prefetch(rows.values[i] + d, _MM_HINT_T1);
-  }
-}
-
-// One KV head's share of a chunk's rows; what is missing to whole tiles is zeros.
-void rows_of_head(const Inputs& in, int64_t head, int64_t count, const Rows& rows, Rows& own) {
-  for (int64_t i = 0; i < count; ++i) {
-    own.keys[i] = rows.keys[i] + head * in.key_dim;
-    own.values[i] = rows.values[i] + head * in.value_dim;
-  }
-  const int64_t whole = (count + PAIR - 1) / PAIR * PAIR;
-  for (int64_t i = count; i < whole; ++i) own.keys[i] = own.values[i] = ZEROS;
-}
-
-// Attend from a task's tokens to one chunk, for the KV head whose rows begin at `base`.
-void attend(
-    const Inputs& in, const Task& task, int64_t start, int64_t count, int64_t base, Scratch& s) {
-  const int64_t rows = task.tokens * in.groups;
-  for (int64_t first_row = 0; first_row < rows; first_row += TILE) {
-    const int64_t end_row = std::min<int64_t>(rows, first_row + TILE);
-    // Positions grow along an item, or lie behind all its keys.
-    const int64_t last = in.positions[task.token + (end_row - 1) / in.groups] - start;
-    if (last < 0) continue;
-    const int64_t reach = std::min(count, last + 1);
-    score(s.query + (base + first_row) * in.key_dim, s.keys, reach, in.key_dim, s.scores);
-    for (int64_t row = first_row; row < end_row; ++row) {
-      const int64_t token = task.token + row / in.groups, within = (row - first_row) * CHUNK;
-      const float shrink = soften(
-          s.scores + within, in.first[token] - start,
-          std::min(reach, in.positions[token] - start + 1), reach, in.scale, s.sums[base + row],
-          s.weights + within);
-      if (shrink != 1.f) {
-        float* old = s.out + (base + row) * in.value_dim;
-        for (int64_t d = 0; d < in.value_dim; ++d) old[d] *= shrink;
-      }
-    }
-    float* out = s.out + (base + first_row) * in.value_dim;
-    accumulate(s.weights, s.values, reach, in.value_dim, out);
-  }
-}
-
-void run(const Inputs& in, const Task& task, Scratch& s, float* out, Sums* sums) {
-  const int64_t rows = task.tokens * in.groups, heads = task.end_head - task.head;
-  const int64_t stride = padded(rows);
-  for (int64_t head = 0; head < heads; ++head)
-    load_query(in, task, task.head + head, s.query + head * stride * in.key_dim);
-  std::fill_n(s.out, heads * stride * in.value_dim, 0.f);
-  std::fill_n(s.sums, heads * stride, Sums{});
-  // Two sets: the next chunk is fetched while this one is computed.
-  Rows sets[2], own;
-  Cursor cursor(in, task.table, task.first_key);
-  int current = 0;
-  const auto left = [&](int64_t start) { return std::min<int64_t>(CHUNK, task.end_key - start); };
-  find_rows(in, task, left(task.first_key), cursor, sets[0]);
-  for (int64_t start = task.first_key; start < task.end_key; start += CHUNK, current ^= 1) {
-    if (start + CHUNK < task.end_key)
-      find_rows(in, task, left(start + CHUNK), cursor, sets[current ^ 1]);
-    for (int64_t head = 0; head < heads; ++head) {
-      rows_of_head(in, head, left(start), sets[current], own);
-      pack_keys(own.keys, left(start), in.key_dim, s.keys);
-      pack_values(own.values, left(start), in.value_dim, s.values);
-      attend(in, task, start, left(start), head * stride, s);
-    }
-  }
-  for (int64_t head = 0; head < heads; ++head) {
-    const float* from = s.out + head * stride * in.value_dim;
-    std::memcpy(out + head * rows * in.value_dim, from, rows * in.value_dim * sizeof(float));
-    std::copy_n(s.sums + head * stride, rows, sums + head * rows);
-  }
-}
-
-// A range of tokens and keys of one item; its KV heads are not yet dealt out.
-struct Piece {
-  int64_t token, tokens, table, first_key, end_key;
-};
-
-// Keys are split only where there would else be too little to do for all threads.
-std::vector<Piece> pieces_of(
-    const Inputs& in, const int32_t* items, int64_t count, int64_t split) {
-  std::vector<Piece> pieces;
-  const int64_t most = std::max<int64_t>(1, HEAD_ROWS / in.groups);
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t* item = items + i * ITEM_FIELDS;
-    for (int64_t t = 0; t < item[1]; t += most) {
-      const int64_t token = item[0] + t, tokens = std::min<int64_t>(most, item[1] - t);
-      int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
-      for (int64_t q = token; q < token + tokens; ++q) {
-        begin = std::min(begin, in.first[q]);
-        end = std::max(end, in.positions[q] + 1);
-      }
-      begin = std::max<int64_t>(begin, item[3]);
-      end = std::min<int64_t>(end, item[4]);
-      for (int64_t key = begin; key < end; key += split)
-        pieces.push_back({token, tokens, item[2], key, std::min(end, key + split)});
-    }
-  }
-  return pieces;
-}
-
-std::vector<Task> cut(const Inputs& in, const int32_t* items, int64_t count, int64_t& partials) {
-  const int64_t threads = at::get_num_threads(), wanted = threads == 1 ? 1 : 4 * threads;
-  std::vector<Piece> pieces =
-      pieces_of(in, items, count, std::numeric_limits<int32_t>::max());
-  if (static_cast<int64_t>(pieces.size()) < wanted) pieces = pieces_of(in, items, count, SPLIT);
-  // A key's heads lie side by side in memory: together, unless that leaves threads idle.
-  const bool together = static_cast<int64_t>(pieces.size()) >= wanted;
-  std::vector<Task> tasks;
-  partials = 0;
-  for (const Piece& p : pieces) {
-    const int64_t fit = std::max<int64_t>(1, MAX_ROWS / padded(p.tokens * in.groups));
-    const int64_t step = together ? fit : 1;
-    for (int64_t head = 0; head < in.kv_heads; head += step) {
-      const int64_t end = std::min(in.kv_heads, head + step);
-      tasks.push_back({p.token, p.tokens, p.table, p.first_key, p.end_key, head, end, partials});
-      partials += (end - head) * p.tokens * in.groups;
-    }
-  }
-  return tasks;
-}
-
-// Where the partial results of each token and KV head are: those of `index` lie between
-// starts[index] and starts[index + 1].
-struct Places {
-  std::vector<int64_t> starts, rows;
-};
-
-Places places_of(const Inputs& in, const std::vector<Task>& tasks, int64_t tokens) {
-  Places places;
-  places.starts.assign(tokens * in.kv_heads + 1, 0);
-  const auto visit = [&](auto&& each) {
-    for (const Task& task : tasks) {
-      int64_t row = task.partial;
-      for (int64_t head = task.head; head < task.end_head; ++head)
-        for (int64_t t = 0; t < task.tokens; ++t, row += in.groups)
-          each((task.token + t) * in.kv_heads + head, row);
-    }
-  };
-  visit([&](int64_t index, int64_t) { ++places.starts[index + 1]; });
-  for (int64_t i = 0; i < tokens * in.kv_heads; ++i) places.starts[i + 1] += places.starts[i];
-  places.rows.resize(places.starts.back());
-  std::vector<int64_t> next(places.starts.begin(), places.starts.end() - 1);
-  visit([&](int64_t index, int64_t row) { places.rows[next[index]++] = row; });
-  return places;
-}
-
-void merge(
-    const Inputs& in, const Places& places, const float* parts, const Sums* sums, int64_t tokens,
-    bf16* out, float* lse) {
-  at::parallel_for(0, tokens * in.kv_heads, 32, [&](int64_t begin, int64_t end) {
-    std::vector<float> merged(in.value_dim);
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t* first = places.rows.data() + places.starts[index];
-      const int64_t* last = places.rows.data() + places.starts[index + 1];
-      for (int64_t group = 0; group < in.groups; ++group) {
-        const int64_t row = index * in.groups + group;
-        float top = NONE, total = 0.f;
-        for (const int64_t* part = first; part < last; ++part)
-          top = std::max(top, sums[*part + group].top);
-        std::fill(merged.begin(), merged.end(), 0.f);
-        for (const int64_t* part = first; part < last; ++part) {
-          const Sums& own = sums[*part + group];
-          if (own.total == 0.f) continue;  // It saw no key.
-          const float weight = std::exp2(own.top - top);
-          total += weight * own.total;
-          const float* from = parts + (*part + group) * in.value_dim;
-          for (int64_t d = 0; d < in.value_dim; ++d) merged[d] += weight * from[d];
-        }
-        // What is not a number must stay so, for the engine to see it.
-        const float factor = total == 0.f ? 0.f : 1.f / total;
-        bf16* to = out + row * in.value_dim;
-        for (int64_t d = 0; d < in.value_dim; ++d) to[d] = merged[d] * factor;
-        lse[row] = total > 0.f ? (top + std::log2(total)) * LN2 : FLOOR;
-      }
-    }
-  });
-}
-
-bool allow_tiles() {
-  constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // arch_prctl: ARCH_REQ_XCOMP_PERM
-  static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-  return allowed;
-}
-
 std::tuple<at::Tensor, at::Tensor> paged_attention(
     const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
     const at::Tensor& items, const at::Tensor& tables, const at::Tensor& positions,
     const at::Tensor& first, double scale) {
-  TORCH_CHECK(query.dim() == 3 && keys.dim() == 4 && values.dim() == 4, "dimensions");
-  TORCH_CHECK(keys.sizes().slice(0, 3) == values.sizes().slice(0, 3), "a value a key");
-  TORCH_CHECK(keys.size(1) > 0 && keys.size(2) > 0, "an empty store");
-  const int64_t tokens = query.size(0), heads = query.size(1);
-  Inputs in{};
-  in.block_size = keys.size(1);
-  in.kv_heads = keys.size(2);
-  in.groups = heads / in.kv_heads;
-  in.key_dim = keys.size(3);
-  in.value_dim = values.size(3);
-  for (const at::Tensor* tensor : {&query, &keys, &values})
-    TORCH_CHECK(tensor->scalar_type() == at::kBFloat16, "queries, keys and values must be bfloat16");
-  TORCH_CHECK(query.stride(2) == 1 && keys.is_contiguous() && values.is_contiguous(), "strides");
-  TORCH_CHECK(query.size(2) == in.key_dim, "queries must be as wide as keys");
-  TORCH_CHECK(in.key_dim % PAIR == 0 && in.key_dim <= MAX_DIM, "key_dim");
-  TORCH_CHECK(in.value_dim % PAIR == 0 && in.value_dim <= MAX_DIM, "value_dim");
-  TORCH_CHECK(heads % in.kv_heads == 0 && in.groups <= HEAD_ROWS, "heads");
-  TORCH_CHECK(items.scalar_type() == at::kInt && tables.scalar_type() == at::kInt, "int32");
-  TORCH_CHECK(items.is_contiguous() && items.size(1) == ITEM_FIELDS, "items");
-  for (const at::Tensor* tensor : {&tables, &positions, &first})
-    TORCH_CHECK(tensor->dim() == 1 && tensor->is_contiguous(), "lists must be contiguous");
-  TORCH_CHECK(positions.scalar_type() == at::kLong && first.scalar_type() == at::kLong, "int64");
-  TORCH_CHECK(positions.size(0) == tokens && first.size(0) == tokens, "a position a token");
-  TORCH_CHECK(scale > 0, "scale");
+  TORCH_CHECK(query.dim() == 3 && query.scalar_type() == at::kBFloat16, "query");
+  TORCH_CHECK(query.stride(2) == 1, "strides");
   TORCH_CHECK(allow_tiles(), "this CPU, or its kernel, has no AMX tiles");
+  const int64_t tokens = query.size(0), heads = query.size(1);
+  Inputs in = store_inputs({keys, values, items, tables, positions, first}, tokens, heads, scale);
+  TORCH_CHECK(query.size(2) == in.key_dim, "queries must be as wide as keys");
   in.query = query.const_data_ptr<bf16>();
   in.query_token = query.stride(0);
   in.query_head = query.stride(1);
-  in.keys = keys.const_data_ptr<bf16>();
-  in.values = values.const_data_ptr<bf16>();
-  in.key_slot = in.kv_heads * in.key_dim;
-  in.value_slot = in.kv_heads * in.value_dim;
-  in.tables = tables.const_data_ptr<int32_t>();
-  in.positions = positions.const_data_ptr<int64_t>();
-  in.first = first.const_data_ptr<int64_t>();
-  in.scale = static_cast<float>(scale) * LOG2E;
-
   int64_t rows = 0;
-  const std::vector<Task> tasks = cut(in, items.const_data_ptr<int32_t>(), items.size(0), rows);
+  const std::vector<Task> tasks = cut(
+      in, items.const_data_ptr<int32_t>(), items.size(0), at::get_num_threads(), rows);
   std::vector<Sums> sums(rows);
   const at::TensorOptions wide = query.options().dtype(at::kFloat);
   const at::Tensor parts = at::empty({rows, in.value_dim}, wide);
   float* part = parts.mutable_data_ptr<float>();
   std::atomic<size_t> next{0};
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
-    static thread_local Scratch scratch;
+    Scratch& scratch = own_scratch();
     const TileConfig config;
     for (int64_t worker = begin; worker < end; ++worker) {
       _tile_loadconfig(&config);
@@ -550,9 +51,12 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
   });
   at::Tensor out = at::empty({tokens, heads, in.value_dim}, query.options());
   at::Tensor lse = at::empty({tokens, heads}, wide);
-  merge(
-      in, places_of(in, tasks, tokens), part, sums.data(), tokens, out.mutable_data_ptr<bf16>(),
-      lse.mutable_data_ptr<float>());
+  const Places places = places_of(in, tasks, tokens);
+  at::parallel_for(0, tokens * in.kv_heads, 32, [&](int64_t begin, int64_t end) {
+    merge(
+        in, places, part, sums.data(), begin, end, out.mutable_data_ptr<bf16>(),
+        lse.mutable_data_ptr<float>());
+  });
   return {out, lse};
 }
 

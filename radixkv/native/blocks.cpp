@@ -6,16 +6,13 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include <cmath>
-
-#include "vectors.h"
+#include "elements.h"
 
 namespace {
 
 using namespace radixkv;
 
 constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
-constexpr float LOG2E = 1.4426950408889634f;
 
 int64_t grain(int64_t row) { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(row, 1)); }
 
@@ -33,32 +30,6 @@ void for_type(const at::Tensor& tensor, const Body& body) {
   } else {
     TORCH_CHECK(tensor.scalar_type() == at::kFloat, "bfloat16 or float32 is needed");
     body(static_cast<float*>(nullptr));
-  }
-}
-
-template <typename Value, typename Weight>
-void normalise(
-    const Value* inputs, const Value* added, float alpha, const Weight* weight, float eps,
-    int64_t width, Value* sum, Value* out) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < width; i += LANES) {
-    const __mmask16 mask = lanes(width - i);
-    __m512 x = load(inputs + i, mask);
-    if (added != nullptr) {
-      x = rounded(_mm512_fmadd_ps(load(added + i, mask), _mm512_set1_ps(alpha), x), inputs);
-      store(sum + i, mask, x);
-    }
-    squares = _mm512_fmadd_ps(x, x, squares);
-  }
-  const Value* from = added != nullptr ? sum : inputs;
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(width);
-  const __m512 factor = _mm512_set1_ps(1.f / std::sqrt(mean + eps));
-  for (int64_t i = 0; i < width; i += LANES) {
-    const __mmask16 mask = lanes(width - i);
-    __m512 x = _mm512_mul_ps(load(from + i, mask), factor);
-    // A weight in the model's own type is applied to what was rounded to it, as models do.
-    if constexpr (std::is_same_v<Value, Weight>) x = rounded(x, inputs);
-    store(out + i, mask, _mm512_mul_ps(x, load(weight + i, mask)));
   }
 }
 
@@ -107,17 +78,7 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
       const Value* gate = gate_up.const_data_ptr<Value>() + 2 * row * width;
       const Value* up = gate + width;
       Value* to = out.mutable_data_ptr<Value>() + row * width;
-      for (int64_t i = 0; i < width; i += LANES) {
-        const __mmask16 mask = lanes(width - i);
-        const __m512 x = load(gate + i, mask);
-        // Bounded, for an infinite power is no number less its whole part; 2 to the 200 is
-        // infinite, and the quotient 0.
-        const __m512 power = _mm512_min_ps(
-            _mm512_mul_ps(x, _mm512_set1_ps(-LOG2E)), _mm512_set1_ps(200.f));
-        const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.f), exp2_of(power));
-        const __m512 activated = rounded(_mm512_div_ps(x, below), gate);
-        store(to + i, mask, _mm512_mul_ps(activated, load(up + i, mask)));
-      }
+      gated(gate, up, width, to);
     });
   });
   return out;
@@ -138,16 +99,7 @@ void rotate_(const at::Tensor& heads, const at::Tensor& cos, const at::Tensor& s
       Value* head = heads.mutable_data_ptr<Value>() + token * heads.stride(0);
       const Value* c = cos.const_data_ptr<Value>() + token * width;
       const Value* s = sin.const_data_ptr<Value>() + token * width;
-      for (int64_t h = 0; h < count; ++h, head += dim) {
-        for (int64_t i = 0; i < half; i += LANES) {
-          const __mmask16 mask = lanes(half - i);
-          const __m512 a = load(head + i, mask), b = load(head + half + i, mask);
-          const __m512 first = _mm512_mul_ps(b, load(s + i, mask));
-          const __m512 second = _mm512_mul_ps(a, load(s + half + i, mask));
-          store(head + i, mask, _mm512_fmsub_ps(a, load(c + i, mask), first));
-          store(head + half + i, mask, _mm512_fmadd_ps(b, load(c + half + i, mask), second));
-        }
-      }
+      for (int64_t h = 0; h < count; ++h) turn(head + h * dim, c, s, half);
     });
   });
 }

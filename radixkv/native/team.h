@@ -1,0 +1,84 @@
+// A team of threads that meet between the phases of one operator.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <immintrin.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace radixkv {
+
+// Turning round finds out soonest; after some 10 us whoever else wants the processor may have it.
+constexpr int TURNS = 200;
+
+// One thread's place in the team.
+class Member {
+ public:
+  struct Meeting {
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<int> round{0};
+  };
+
+  Member(Meeting& meeting, int size, int index) : size(size), index(index), meeting_(meeting) {}
+  const int size, index;
+
+  // Wait until all have come here.
+  void meet() {
+    if (size == 1) return;
+    const int round = meeting_.round.load(std::memory_order_relaxed);
+    if (meeting_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      meeting_.arrived.store(0, std::memory_order_relaxed);
+      meeting_.round.store(round + 1, std::memory_order_release);
+      return;
+    }
+    for (int turn = 0; meeting_.round.load(std::memory_order_acquire) == round; ++turn) {
+      if (turn < TURNS) {
+        _mm_pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+  // This one's share of `total` rows or the like.
+  int64_t first(int64_t total) const { return total * index / size; }
+  int64_t last(int64_t total) const { return total * (index + 1) / size; }
+
+ private:
+  Meeting& meeting_;
+};
+
+// Work that is dealt out a portion at a time, to whoever comes first.
+class Portions {
+ public:
+  // Calls each(begin, end) until nothing is left; every thread of a team calls this.
+  template <typename Each>
+  void deal(int64_t total, int64_t portion, const Each& each) {
+    const auto next = [&] { return next_.fetch_add(portion, std::memory_order_relaxed); };
+    for (int64_t begin = next(); begin < total; begin = next())
+      each(begin, std::min(total, begin + portion));
+  }
+
+ private:
+  alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// Run body(member) on the threads that torch's operators use; it must not throw.
+template <typename Body>
+void together(const Body& body) {
+  Member::Meeting meeting;
+  const int wanted = omp_in_parallel() ? 1 : at::get_num_threads();
+  // Fewer may come than were asked for.
+#pragma omp parallel num_threads(wanted) if (wanted > 1)
+  {
+    Member member(meeting, omp_get_num_threads(), omp_get_thread_num());
+    body(member);
+  }
+}
+
+}  // namespace radixkv

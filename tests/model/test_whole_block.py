@@ -1,0 +1,227 @@
+"""A decoder block in one operator: the products against float32, the block against fused blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM as Auto
+from transformers import (
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from radixkv import native
+from radixkv.attention import KVStore, Row, choose_backend, make_batch
+from radixkv.attention.native_backend import NativeBackend
+from radixkv.model.blocks import FusedAdapter
+from radixkv.model.prepack import TILED_ROWS, PackedLinear, pack_linears, tiled
+from radixkv.model.whole_block import WholeBlock
+
+pytestmark = pytest.mark.skipif(
+    not native.has_attention(), reason="the compiled operators are not built on this machine"
+)
+
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "llama with biases": LlamaConfig(**SMALL, attention_bias=True),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen3": Qwen3Config(**SMALL),
+    "granite": GraniteConfig(**SMALL, residual_multiplier=0.3, attention_multiplier=0.1),
+    "mistral": MistralConfig(**SMALL, sliding_window=9),
+    "smollm3": SmolLM3Config(**SMALL),
+    "phi3": Phi3Config(**SMALL | {"hidden_size": 192}),
+    "phi3 partly rotated": Phi3Config(
+        **SMALL | {"hidden_size": 192},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(32, 32), (160, 96), (96, 576)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 63, 128, 300])
+def test_products(rows: int, shape: tuple[int, int], threads: int) -> None:
+    made = torch.Generator().manual_seed(rows)
+    weight, bias = (torch.randn(*size, generator=made).bfloat16() for size in (shape, shape[:1]))
+    inputs = torch.randn(rows, shape[1], generator=made).bfloat16()
+    torch.set_num_threads(threads)
+    try:
+        plain = torch.ops.radixkv.linear(inputs, tiled(weight), None)
+        added = torch.ops.radixkv.linear(inputs, tiled(weight), bias)
+    finally:
+        torch.set_num_threads(1)
+    exact = inputs.float() @ weight.float().T
+    for found, expected in ((plain, exact), (added, exact + bias.float())):
+        # Half a unit in the last place of bfloat16, and what float32 sums may differ by.
+        assert bool(((found.float() - expected).abs() <= expected.abs() / 256 + 1e-4).all())
+
+
+def test_rows_do_not_touch_each_other() -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    inputs = torch.randn(40, 64).bfloat16()
+    alone = torch.ops.radixkv.linear(inputs, tiled(weight), None)
+    inputs[7] = torch.nan
+    beside = torch.ops.radixkv.linear(inputs, tiled(weight), None)
+    assert bool(beside[7].isnan().all())
+    kept = torch.arange(40) != 7
+    assert torch.equal(beside[kept], alone[kept])
+
+
+@pytest.mark.parametrize("break_it", ["outputs", "inputs", "dtype", "order"])
+def test_what_does_not_fit_is_refused(break_it: str) -> None:
+    weight, inputs = tiled(torch.zeros(64, 64).bfloat16()), torch.zeros(2, 64).bfloat16()
+    if break_it == "outputs":
+        weight = weight[:3]
+    elif break_it == "inputs":
+        inputs = inputs[:, :32]
+    elif break_it == "dtype":
+        weight = weight.float()
+    else:
+        weight = weight.transpose(2, 3)
+    with pytest.raises(RuntimeError):
+        torch.ops.radixkv.linear(inputs, weight, None)
+
+
+def made(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = Auto.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 0.1)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.to(torch.bfloat16)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows by whether the operator was taken, for each block of each step."""
+    taken: list[bool] = []
+    call: Callable[..., torch.Tensor | None] = WholeBlock.__call__
+
+    def counting(self: WholeBlock, *arguments: Any) -> torch.Tensor | None:
+        output = call(self, *arguments)
+        taken.append(output is not None)
+        return output
+
+    monkeypatch.setattr(WholeBlock, "__call__", counting)
+    return taken
+
+
+def steps(size: int = 4) -> list[list[Row]]:
+    """A prompt, a second one over its first blocks beside a chunk, and decodes of both."""
+    first, second = np.arange(20, 8, -1, dtype=np.int32), np.arange(20, 8, -1, dtype=np.int32)
+    second[3:] = np.arange(30, 39)
+    return [
+        [Row(first, 0, 17)],
+        [Row(first, 17, 9), Row(second, 3 * size, 7)],
+        [Row(first, 26, 1), Row(second, 3 * size + 7, 1)],
+    ]
+
+
+def run(adapter: FusedAdapter) -> list[torch.Tensor]:
+    store = KVStore(adapter.layers, 40, 4, torch.bfloat16)
+    for cache in (*store.keys, *store.values):
+        cache.fill_(torch.nan)
+    backend = choose_backend(store)
+    assert isinstance(backend, NativeBackend)
+    found = []
+    with torch.inference_mode():
+        for rows in steps():
+            batch = make_batch(rows, 4)
+            tokens = torch.from_numpy(batch.positions * 7 % 120)
+            everything = torch.arange(batch.num_tokens)
+            found.append(adapter.forward(backend, batch, tokens, everything))
+    return [*found, *store.keys, *store.values]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_bits_as_fused_blocks(
+    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(CONFIGS[name])
+    adapter = FusedAdapter(model)
+    pack_linears(model)
+    torch.set_num_threads(threads)
+    try:
+        taken = counted(monkeypatch)
+        whole = run(adapter)
+        assert taken == [True] * (3 * 3)
+        monkeypatch.setattr(WholeBlock, "__call__", lambda *_: None)
+        fused = run(adapter)
+    finally:
+        torch.set_num_threads(1)
+        adapter.close()
+    assert bool(whole[0].isfinite().all())
+    for found, expected in zip(whole, fused, strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        found, expected = found.nan_to_num(7.0).float(), expected.nan_to_num(7.0).float()
+        if name == "granite":
+            # torch rounds once more where a residual is scaled.
+            assert float((found - expected).norm() / expected.norm()) < 1e-2
+        else:
+            assert torch.equal(found, expected)
+
+
+def test_blocks_of_another_shape_stay_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(Gemma2Config(**SMALL))
+    adapter = FusedAdapter(model)
+    pack_linears(model)
+    taken = counted(monkeypatch)
+    run(adapter)
+    adapter.close()
+    assert taken == [False] * (3 * 3)
+
+
+@pytest.mark.parametrize("case", ["long", "float32", "not packed", "rows that do not write"])
+def test_steps_that_the_operator_does_not_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(CONFIGS["llama"])
+    if case == "float32":
+        model = model.float()
+    adapter = FusedAdapter(model)
+    if case != "not packed":
+        pack_linears(model)
+    store = KVStore(adapter.layers, 80, 4, model.dtype)
+    taken = counted(monkeypatch)
+    tokens = TILED_ROWS + 1 if case == "long" else 20
+    rows = [Row(np.arange(40, dtype=np.int32), 0, tokens)]
+    keep = [True]
+    if case == "rows that do not write":
+        rows.append(Row(np.arange(40, dtype=np.int32), 19, 1))
+        keep.append(False)
+    batch = make_batch(rows, 4, keep=keep)
+    with torch.inference_mode():
+        ids = torch.from_numpy(batch.positions % 100)
+        logits = adapter.forward(choose_backend(store), batch, ids, torch.arange(len(ids)))
+    adapter.close()
+    assert taken == [False] * 3
+    assert bool(logits.isfinite().all())
+
+
+def test_tiles_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.model.prepack.available_memory", lambda: 1 << 20)
+    model = made(CONFIGS["llama"])
+    assert pack_linears(model)
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert packed
+    assert all(linear.tiles is None for linear in packed)
