@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from radixkv.cache.allocator import BlockAllocator
 from radixkv.cache.copies import CopyOrder
-from radixkv.cache.events import Announcer
+from radixkv.cache.events import Announcer, EventSink, RemovalSink
 from radixkv.cache.eviction import EvictionQueue
 from radixkv.cache.hashing import (
     TOKEN_BYTES,
@@ -44,13 +44,16 @@ class PrefixCache:
         self.block_bytes = config.block_size * TOKEN_BYTES
         self.counters = Counters()
         self.pool = BlockPool(config.num_blocks)
+        self._announcer = Announcer(self.block_bytes)
+        if config.events is not None:
+            self.listen(config.events)
         self.tree = RadixTree(
             self.pool,
             config.block_size,
             EvictionQueue(make_policy(config.eviction)),
             config.block_hash or default_block_hash,
             self.counters,
-            Announcer(config.events, self.block_bytes),
+            self._announcer,
         )
         self.allocator = BlockAllocator(self.pool, self.tree, self.counters)
         self.sequences: dict[int, Sequence] = {}
@@ -343,6 +346,17 @@ class PrefixCache:
             self.visibility.hide(sequence)
 
     # -- looking in ------------------------------------------------------------------------------
+
+    def listen(self, sink: EventSink) -> None:
+        """Have a sink called with each `BlocksStored` and `BlocksRemoved` from now on.
+
+        It must not touch the cache. Each event costs a chained hash for every block of its path.
+        """
+        self._announcer.sinks.append(sink)
+
+    def watch_removals(self, watcher: RemovalSink) -> None:
+        """Have a watcher called with each `Removal` from now on; it must not touch the cache."""
+        self._announcer.removal_sinks.append(watcher)
 
     def take_copies(self) -> list[CopyOrder]:
         """Block copies ordered since the last call; carry them out before anything is written."""

@@ -270,8 +270,7 @@ class RadixTree:
         else:
             node = self._add_child(node, tokens, blocks, retention)
             self.num_evictable += len(blocks)
-        if self._announcer.sink is not None:
-            self._announcer.stored(node, len(blocks))
+        self._announcer.stored(node, len(blocks))
         return node
 
     def attach_open(
@@ -360,8 +359,7 @@ class RadixTree:
 
     def _cut(self, node: RadixNode, count: int, reason: RemovalReason) -> None:
         """The one way out of the tree: drop the last ``count`` blocks of a leaf."""
-        if self._announcer.sink is not None:
-            self._announcer.removed(node, count, reason)
+        self._announcer.removed(node, count, reason)
         blocks, tokens = node.blocks, node.tokens
         has_open = len(tokens) % self.block_bytes
         kept = len(blocks) - count
