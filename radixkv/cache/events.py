@@ -13,6 +13,7 @@ from typing import Literal
 
 from radixkv.cache.hashing import Namespace, chain_hashes, namespace_hash
 from radixkv.cache.node import RadixNode, RootNode
+from radixkv.cache.residency import Residency
 from radixkv.cache.retention import Retention
 
 RemovalReason = Literal["evicted", "superseded", "withdrawn", "reset"]
@@ -30,12 +31,15 @@ class BlocksStored:
         Chained hash of the block before the first; the namespace's own at the start.
     blocks : tuple of int
         Physical block ids.
+    tokens : bytes
+        Theirs, four bytes each, as from `token_bytes`.
     """
 
     namespace: Namespace
     parent: int
     hashes: tuple[int, ...]
     blocks: tuple[int, ...]
+    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +94,14 @@ class Announcer:
         Who wants blocks named by their chained hashes.
     removal_sinks : list of callable
         Who wants to know what went, and why.
+    residency : Residency or None
+        Who wants to know for how long.
     """
 
     def __init__(self, block_bytes: int) -> None:
         self.sinks: list[EventSink] = []
         self.removal_sinks: list[RemovalSink] = []
+        self.residency: Residency | None = None
         self._block_bytes = block_bytes
 
     def _chain(self, node: RadixNode) -> tuple[Namespace, int, list[int]]:
@@ -109,6 +116,8 @@ class Announcer:
 
     def stored(self, node: RadixNode, count: int) -> None:
         """The node's last ``count`` blocks, all full, have become visible."""
+        if self.residency is not None:
+            self.residency.stored(node, node.blocks[len(node.blocks) - count :])
         if not self.sinks:
             return
         namespace, parent, hashes = self._chain(node)
@@ -116,12 +125,16 @@ class Announcer:
         if before:
             parent = hashes[before - 1]
         blocks = tuple(node.blocks[before:])
-        event = BlocksStored(namespace, parent, tuple(hashes[before:]), blocks)
+        tokens = bytes(node.tokens[before * self._block_bytes :])
+        event = BlocksStored(namespace, parent, tuple(hashes[before:]), blocks, tokens)
         for sink in self.sinks:
             sink(event)
 
     def removed(self, node: RadixNode, count: int, reason: RemovalReason) -> None:
         """The node's last ``count`` blocks are about to go; an open one has no name."""
+        if self.residency is not None and reason == "evicted":
+            full = len(node.tokens) // self._block_bytes
+            self.residency.evicted(node, node.blocks[len(node.blocks) - count : full])
         if self.removal_sinks:
             removal = self._removal(node, count, reason)
             for watcher in self.removal_sinks:

@@ -21,6 +21,7 @@ from radixkv.cache.match import Match, longest_match
 from radixkv.cache.policies import make_policy
 from radixkv.cache.pool import BlockPool
 from radixkv.cache.render import TokensToText, render_tree
+from radixkv.cache.residency import Residency
 from radixkv.cache.retention import DEFAULT_RETENTION, Retention
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.stats import CacheStats, Counters
@@ -357,6 +358,12 @@ class PrefixCache:
     def watch_removals(self, watcher: RemovalSink) -> None:
         """Have a watcher called with each `Removal` from now on; it must not touch the cache."""
         self._announcer.removal_sinks.append(watcher)
+
+    def measure_residency(self) -> Residency:
+        """Measure from now on how long blocks stay and wait; once for all who ask."""
+        if self._announcer.residency is None:
+            self._announcer.residency = Residency(self.pool.num_blocks)
+        return self._announcer.residency
 
     def take_copies(self) -> list[CopyOrder]:
         """Block copies ordered since the last call; carry them out before anything is written."""

@@ -68,15 +68,15 @@ def test_what_is_said() -> None:
     cache.commit(sequence, 4)
     cache.commit(sequence, include_open=True)
     assert said == [
-        BlocksStored(("m",), root, (one,), (0,)),
-        BlocksStored(("m",), one, (two,), (1,)),
+        BlocksStored(("m",), root, (one,), (0,), token_bytes(A)),
+        BlocksStored(("m",), one, (two,), (1,), token_bytes(B)),
     ]
     said.clear()
     cache.release(sequence)
     sequence = cache.acquire(A + B + C, ("m",))
     assert said == [], "an open block has no name"
     cache.commit(sequence)
-    assert said == [BlocksStored(("m",), two, (three,), (2,))]
+    assert said == [BlocksStored(("m",), two, (three,), (2,), token_bytes(C))]
     said.clear()
     cache.release(sequence)
     cache.allocator.release(cache.allocator.allocate(2))

@@ -216,6 +216,7 @@ PLANTED = [
         "manager.py",
         "        if own and computed % self.block_size:",
         "        if False:",
+        "test_cache.py::test_a_fork_before_the_prompt_is_computed_gets_blocks_of_its_own",
     ),
     Planted(
         "a block that the step computes is copied before",
