@@ -189,7 +189,7 @@ class RequestOutput:
         Prompt tokens whose KV was found in the cache.
     time_in_queue, time_to_first_token, total_time : float or None
         Seconds from the request's arrival: until it first got blocks, until its first token was
-        sampled (None for what is ranked, of which nothing is shown before the end), until it ended.
+        there (what is searched or ranked is there all at once), until it ended.
     prompt_logprobs : tuple of (TokenLogprobs or None), or None
         One a prompt token, None for the first (nothing is before it), if they were asked for; as
         many as were computed.
