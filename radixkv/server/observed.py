@@ -54,10 +54,15 @@ class Observed:
         self.reporters: list[Reporter] = [self._count]
         if config.access_log:
             self.reporters.append(log_as_json if config.access_log == "json" else log_plainly)
-        self._tracing = _tracing(model_name, config.otlp_endpoint)
+        self.kv_events = _kv_events(config.kv_events, llm.cache.block_size)
+        try:
+            self._tracing = _tracing(model_name, config.otlp_endpoint)
+        except ConfigError:
+            if self.kv_events is not None:
+                self.kv_events.close()
+            raise
         if self._tracing is not None:
             self.reporters.append(self._tracing.report)
-        self.kv_events = _kv_events(config.kv_events, llm.cache.block_size)
         if self.kv_events is not None:
             llm.cache.listen(self.kv_events.sink)
         self._watch = EngineWatch()

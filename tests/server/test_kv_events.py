@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +23,7 @@ from radixkv.cache.node import RootNode
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
 from radixkv.server.config import ServerConfig
-from radixkv.server.kv_events import KVEventPublisher
+from radixkv.server.kv_events import KVEventPublisher, _replay_at
 from radixkv.server.kv_wire import (
     END_OF_REPLAY,
     AllBlocksCleared,
@@ -286,23 +287,40 @@ def test_who_subscribes_hears_what_happens_and_replays_what_it_missed() -> None:
 
 
 def test_what_does_not_fit_is_dropped_counted_and_seen_as_a_gap() -> None:
-    publisher = KVEventPublisher(ANYWHERE, 4, max_queued=2)
+    publisher = KVEventPublisher(ANYWHERE, 4, max_queued=2, heartbeat_seconds=0.02)
     cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4, events=publisher.sink))
     # Nobody sends yet: of five events two wait.
     for letter in range(1, 6):
         store(cache, [letter] * 4)
     assert publisher.dropped == 3
     publisher.start()
-    wait_for(publisher, 2)
-    store(cache, [6] * 4)
     wait_for(publisher, 3)
     try:
         with closing(Subscriber(publisher)) as subscriber:
             subscriber.catch_up()
-            # 0 clears, 1 has what waited, 2 is what was dropped, 3 what came after.
+            # 0 clears, 1 has what waited, 2 is what was dropped, 3 a heartbeat.
+            assert subscriber.numbers[:3] == [0, 1, 3]
+            assert subscriber.sizes[:3] == [1, 2, 0]
+            assert publisher.counts()[1] == 3
+    finally:
+        publisher.close()
+
+
+def test_a_gap_is_where_events_are_missing() -> None:
+    publisher = KVEventPublisher(ANYWHERE, 4, max_queued=2)
+    cache = PrefixCache(CacheConfig(num_blocks=8, block_size=4, events=publisher.sink))
+    for letter in range(1, 4):
+        store(cache, [letter] * 4)
+    publisher._queue.popleft()  # as if it had been sent meanwhile
+    store(cache, [4] * 4)
+    assert publisher.dropped == 1
+    publisher.start()
+    wait_for(publisher, 3)
+    try:
+        with closing(Subscriber(publisher)) as subscriber:
+            subscriber.catch_up()
             assert subscriber.numbers == [0, 1, 3]
-            assert subscriber.sizes == [1, 2, 1]
-            assert publisher.counts() == (3, 3)
+            assert [tokens for _, tokens in subscriber.mirror.values()] == [(2,) * 4, (4,) * 4]
     finally:
         publisher.close()
 
@@ -346,10 +364,28 @@ def test_an_address_that_is_taken_is_refused(make_llm) -> None:
             Service(make_llm(8), ServerConfig(kv_events="nowhere"))
 
 
-def test_a_replay_is_at_the_next_port() -> None:
-    publisher = KVEventPublisher(ANYWHERE, 4)
-    port = int(publisher.endpoint.rpartition(":")[2])
-    publisher.close()
-    publisher = KVEventPublisher(f"tcp://127.0.0.1:{port}", 4)
-    assert publisher.replay_endpoint == f"tcp://127.0.0.1:{port + 1}"
-    publisher.close()
+@pytest.mark.parametrize(
+    ("endpoint", "replays"),
+    [
+        ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),
+        ("tcp://*:5557", "tcp://*:5558"),
+        ("tcp://[::1]:9", "tcp://[::1]:10"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("ipc:///tmp/events", "ipc:///tmp/events-replay"),
+    ],
+)
+def test_where_replays_are(endpoint: str, replays: str) -> None:
+    assert _replay_at(endpoint) == replays
+
+
+def test_a_missing_package_is_named_and_nothing_stays_bound(make_llm, monkeypatch) -> None:
+    config = ServerConfig(kv_events=ANYWHERE, otlp_endpoint="http://127.0.0.1:1")
+    llm = make_llm(8)
+    threads = threading.active_count()
+    monkeypatch.setitem(sys.modules, "radixkv.server.tracing", None)
+    with pytest.raises(ConfigError, match=r"pip install 'radixkv\[traces\]'"):
+        Service(llm, config)
+    monkeypatch.setitem(sys.modules, "radixkv.server.kv_events", None)
+    with pytest.raises(ConfigError, match=r"pip install 'radixkv\[events\]'"):
+        Service(llm, config)
+    assert threading.active_count() == threads
