@@ -6,7 +6,7 @@ from radixkv.compiled import use_compiled as _use_compiled
 IS_COMPILED = _use_compiled(__path__)
 
 from radixkv.cache.copies import CopyOrder, copy_waves
-from radixkv.cache.events import BlocksRemoved, BlocksStored
+from radixkv.cache.events import BlocksRemoved, BlocksStored, Removal
 from radixkv.cache.hashing import Namespace, TokenIds, chain_hashes, namespace_hash, token_bytes
 from radixkv.cache.manager import PrefixCache
 from radixkv.cache.policies import FIFO, LRU, EvictionPolicy, PlainLRU, Priority
@@ -30,6 +30,7 @@ __all__ = [
     "PlainLRU",
     "PrefixCache",
     "Priority",
+    "Removal",
     "Retention",
     "Sequence",
     "TokenIds",

@@ -1,7 +1,8 @@
-"""What happened to cached blocks, for whoever wants to mirror the cache from outside.
+"""What happened to cached blocks, for whoever wants to mirror or watch the cache from outside.
 
-Off unless a sink is given: naming blocks to the outside world costs a chained hash for each block
-of the path, which the cache itself never needs.
+Off unless somebody listens: naming blocks to the outside world costs a chained hash for each block
+of the path, which the cache itself never needs. Who only wants to know what went and why asks for
+`Removal`, which costs no hash.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Literal
 
 from radixkv.cache.hashing import Namespace, chain_hashes, namespace_hash
 from radixkv.cache.node import RadixNode, RootNode
+from radixkv.cache.residency import Residency
+from radixkv.cache.retention import Retention
 
 RemovalReason = Literal["evicted", "superseded", "withdrawn", "reset"]
 
@@ -28,12 +31,15 @@ class BlocksStored:
         Chained hash of the block before the first; the namespace's own at the start.
     blocks : tuple of int
         Physical block ids.
+    tokens : bytes
+        Theirs, four bytes each, as from `token_bytes`.
     """
 
     namespace: Namespace
     parent: int
     hashes: tuple[int, ...]
     blocks: tuple[int, ...]
+    tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +51,57 @@ class BlocksRemoved:
     reason: RemovalReason
 
 
-Event = BlocksStored | BlocksRemoved
-EventSink = Callable[[Event], None]
-
-
-class Announcer:
-    """Names blocks that come and go by their chained hashes, for whoever listens.
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Blocks at the end of a node's run are no longer visible: what they were, and why they went.
 
     Attributes
     ----------
-    sink : callable or None
-        Who listens; without one there is nothing to be announced.
+    num_blocks : int
+        Blocks that went; the last may have been open, which `BlocksRemoved` never names.
+    tokens : bytes
+        Theirs, four bytes each.
+    start : int
+        Blocks before them, from the namespace's root.
+    last_used, created : int
+        Readings of the tree's logical clock, of the node that had them.
+    hits : int
+        Matches that used that node.
     """
 
-    def __init__(self, sink: EventSink | None, block_bytes: int) -> None:
-        self.sink = sink
+    namespace: Namespace
+    reason: RemovalReason
+    num_blocks: int
+    tokens: bytes
+    start: int
+    last_used: int
+    created: int
+    hits: int
+    retention: Retention
+
+
+Event = BlocksStored | BlocksRemoved
+EventSink = Callable[[Event], None]
+RemovalSink = Callable[[Removal], None]
+
+
+class Announcer:
+    """Tells whoever listens of blocks that come and go.
+
+    Attributes
+    ----------
+    sinks : list of callable
+        Who wants blocks named by their chained hashes.
+    removal_sinks : list of callable
+        Who wants to know what went, and why.
+    residency : Residency or None
+        Who wants to know for how long.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.sinks: list[EventSink] = []
+        self.removal_sinks: list[RemovalSink] = []
+        self.residency: Residency | None = None
         self._block_bytes = block_bytes
 
     def _chain(self, node: RadixNode) -> tuple[Namespace, int, list[int]]:
@@ -74,18 +116,53 @@ class Announcer:
 
     def stored(self, node: RadixNode, count: int) -> None:
         """The node's last ``count`` blocks, all full, have become visible."""
-        assert self.sink is not None
+        if self.residency is not None:
+            self.residency.stored(node, node.blocks[len(node.blocks) - count :])
+        if not self.sinks:
+            return
         namespace, parent, hashes = self._chain(node)
         before = len(hashes) - count
         if before:
             parent = hashes[before - 1]
         blocks = tuple(node.blocks[before:])
-        self.sink(BlocksStored(namespace, parent, tuple(hashes[before:]), blocks))
+        tokens = bytes(node.tokens[before * self._block_bytes :])
+        event = BlocksStored(namespace, parent, tuple(hashes[before:]), blocks, tokens)
+        for sink in self.sinks:
+            sink(event)
 
     def removed(self, node: RadixNode, count: int, reason: RemovalReason) -> None:
         """The node's last ``count`` blocks are about to go; an open one has no name."""
-        assert self.sink is not None
+        if self.residency is not None and reason == "evicted":
+            full = len(node.tokens) // self._block_bytes
+            self.residency.evicted(node, node.blocks[len(node.blocks) - count : full])
+        if self.removal_sinks:
+            removal = self._removal(node, count, reason)
+            for watcher in self.removal_sinks:
+                watcher(removal)
+        if not self.sinks:
+            return
         namespace, _, hashes = self._chain(node)
         gone = tuple(hashes[len(node.blocks) - count :])
         if gone:
-            self.sink(BlocksRemoved(namespace, gone, reason))
+            event = BlocksRemoved(namespace, gone, reason)
+            for sink in self.sinks:
+                sink(event)
+
+    def _removal(self, node: RadixNode, count: int, reason: RemovalReason) -> Removal:
+        """What goes with the node's last ``count`` blocks; O(depth + tokens that go)."""
+        above: RadixNode = node
+        while above.parent is not None:
+            above = above.parent
+        assert isinstance(above, RootNode)
+        kept = len(node.blocks) - count
+        return Removal(
+            above.namespace,
+            reason,
+            count,
+            bytes(node.tokens[kept * self._block_bytes :]),
+            node.start + kept,
+            node.last_used,
+            node.created,
+            node.hits,
+            node.retention,
+        )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from radixkv.cache.allocator import BlockAllocator
 from radixkv.cache.copies import CopyOrder
-from radixkv.cache.events import Announcer
+from radixkv.cache.events import Announcer, EventSink, RemovalSink
 from radixkv.cache.eviction import EvictionQueue
 from radixkv.cache.hashing import (
     TOKEN_BYTES,
@@ -21,6 +21,7 @@ from radixkv.cache.match import Match, longest_match
 from radixkv.cache.policies import make_policy
 from radixkv.cache.pool import BlockPool
 from radixkv.cache.render import TokensToText, render_tree
+from radixkv.cache.residency import Residency
 from radixkv.cache.retention import DEFAULT_RETENTION, Retention
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.stats import CacheStats, Counters
@@ -44,13 +45,16 @@ class PrefixCache:
         self.block_bytes = config.block_size * TOKEN_BYTES
         self.counters = Counters()
         self.pool = BlockPool(config.num_blocks)
+        self._announcer = Announcer(self.block_bytes)
+        if config.events is not None:
+            self.listen(config.events)
         self.tree = RadixTree(
             self.pool,
             config.block_size,
             EvictionQueue(make_policy(config.eviction)),
             config.block_hash or default_block_hash,
             self.counters,
-            Announcer(config.events, self.block_bytes),
+            self._announcer,
         )
         self.allocator = BlockAllocator(self.pool, self.tree, self.counters)
         self.sequences: dict[int, Sequence] = {}
@@ -343,6 +347,23 @@ class PrefixCache:
             self.visibility.hide(sequence)
 
     # -- looking in ------------------------------------------------------------------------------
+
+    def listen(self, sink: EventSink) -> None:
+        """Have a sink called with each `BlocksStored` and `BlocksRemoved` from now on.
+
+        It must not touch the cache. Each event costs a chained hash for every block of its path.
+        """
+        self._announcer.sinks.append(sink)
+
+    def watch_removals(self, watcher: RemovalSink) -> None:
+        """Have a watcher called with each `Removal` from now on; it must not touch the cache."""
+        self._announcer.removal_sinks.append(watcher)
+
+    def measure_residency(self) -> Residency:
+        """Measure from now on how long blocks stay and wait; once for all who ask."""
+        if self._announcer.residency is None:
+            self._announcer.residency = Residency(self.pool.num_blocks)
+        return self._announcer.residency
 
     def take_copies(self) -> list[CopyOrder]:
         """Block copies ordered since the last call; carry them out before anything is written."""

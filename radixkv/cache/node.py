@@ -38,6 +38,8 @@ class RadixNode:
         Matches that used this run, or part of what it was then.
     num_used : int
         Leading blocks of the run that some match has used since they were stored.
+    used_at : float
+        Seconds, for `Residency` alone: when the run was last in use; 0 if nobody looked.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class RadixNode:
         "serial",
         "start",
         "tokens",
+        "used_at",
     )
 
     def __init__(
@@ -76,6 +79,7 @@ class RadixNode:
         self.retention = retention
         self.hits = 0
         self.num_used = 0
+        self.used_at = 0.0
         self.pins = 0
         self.children: Children | None = None
         self.entry: QueueEntry | None = None

@@ -202,6 +202,7 @@ class Sequence:
             counters.queries += 1
             counters.query_tokens += stop
             counters.hit_tokens += self.num_computed
+            counters.held_tokens += self.num_computed
 
     def _grow(self, data: bytes) -> None:
         if self.closed or self.withdrawn or self.promised_from is not None:

@@ -172,12 +172,16 @@ class RadixTree:
         elif node is not None and len(node.tokens) % self.block_bytes:
             self._detach_open(node)
         if used is not None:
+            if self._announcer.residency is not None:
+                self._announcer.residency.used(used)
             self.clock += 1
             used.use(self.clock, retention, self.queue.clock)
         return node
 
     def touch(self, node: RadixNode) -> None:
         """Refresh the recency of a node and its ancestors; O(depth)."""
+        if self._announcer.residency is not None:
+            self._announcer.residency.touched(node)
         self.clock += 1
         node.touch(self.clock)
 
@@ -210,7 +214,7 @@ class RadixTree:
         assert parent.children is not None
         cut = count * self.block_bytes
         upper = self._new_node(parent, node.tokens[:cut], node.blocks[:count], node.start)
-        upper.created, upper.last_used = node.created, node.last_used
+        upper.created, upper.last_used, upper.used_at = node.created, node.last_used, node.used_at
         upper.hits, upper.retention = node.hits, node.retention
         upper.num_used = min(node.num_used, count)
         node.num_used = max(node.num_used - count, 0)
@@ -230,7 +234,7 @@ class RadixTree:
         full = self.num_full(node)
         cut = full * self.block_bytes
         child = self._new_node(node, node.tokens[cut:], node.blocks[full:], node.start + full)
-        child.created, child.last_used = node.created, node.last_used
+        child.created, child.last_used, child.used_at = node.created, node.last_used, node.used_at
         child.retention = node.retention
         child.num_used = int(node.num_used > full)
         self.queue.discard(node)
@@ -270,8 +274,7 @@ class RadixTree:
         else:
             node = self._add_child(node, tokens, blocks, retention)
             self.num_evictable += len(blocks)
-        if self._announcer.sink is not None:
-            self._announcer.stored(node, len(blocks))
+        self._announcer.stored(node, len(blocks))
         return node
 
     def attach_open(
@@ -337,6 +340,8 @@ class RadixTree:
         while count > 0:
             node = self.queue.victim()
             take = min(count, self.num_unheld(node))
+            left = (len(node.blocks) - take) * self.block_bytes
+            self._counters.tokens_evicted += (len(node.tokens) - left) // TOKEN_BYTES
             self._cut(node, take, "evicted")
             count -= take
 
@@ -360,8 +365,7 @@ class RadixTree:
 
     def _cut(self, node: RadixNode, count: int, reason: RemovalReason) -> None:
         """The one way out of the tree: drop the last ``count`` blocks of a leaf."""
-        if self._announcer.sink is not None:
-            self._announcer.removed(node, count, reason)
+        self._announcer.removed(node, count, reason)
         blocks, tokens = node.blocks, node.tokens
         has_open = len(tokens) % self.block_bytes
         kept = len(blocks) - count

@@ -129,6 +129,7 @@ class Request:
     error: Exception | None = None
     beams: BeamGroup | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -186,8 +187,9 @@ class RequestOutput:
     ----------
     num_cached_tokens : int
         Prompt tokens whose KV was found in the cache.
-    time_to_first_token, total_time : float or None
-        Seconds from the request's arrival.
+    time_in_queue, time_to_first_token, total_time : float or None
+        Seconds from the request's arrival: until it first got blocks, until its first token was
+        there (what is searched or ranked is there all at once), until it ended.
     prompt_logprobs : tuple of (TokenLogprobs or None), or None
         One a prompt token, None for the first (nothing is before it), if they were asked for; as
         many as were computed.
@@ -204,6 +206,7 @@ class RequestOutput:
     total_time: float | None
     error: Exception | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    time_in_queue: float | None = None
 
     @property
     def text(self) -> str:
@@ -281,4 +284,5 @@ def output_of(request: Request) -> RequestOutput:
         prompt_logprobs=(
             None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs)
         ),
+        time_in_queue=request.admitted_at and request.admitted_at - since,
     )

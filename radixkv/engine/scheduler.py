@@ -6,6 +6,7 @@ with a common prefix are admitted in one step, where the first computes it and t
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -252,6 +253,8 @@ class Scheduler:
             earlier.overtaken += 1
         self.running.append(request)
         request.status = Status.RUNNING
+        if request.admitted_at is None:
+            request.admitted_at = time.perf_counter()
         request.to_prefill = live[:1] if request.is_fresh else live
         self._note_cached(request)
         return True

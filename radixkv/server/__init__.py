@@ -6,6 +6,15 @@ config       ServerConfig: what a server is told
 service      Service: what all routes stand on
 keys         who may call
 failures     what becomes of errors
+record       Record: what is known of a request over HTTP, and its id
+observed     Observed: who looks on: the rest of this list
+metrics      GET /metrics
+access_log   a line for each request
+stats_log    a line on the engine every few seconds
+logs         where these lines go
+tracing      OpenTelemetry's spans; imported only if asked for
+kv_events    what is cached, published over ZMQ; imported only if asked for
+kv_wire      the form in which it is
 health       whether the server lives, and takes requests
 app          create_app: the application, of these routers
 """

@@ -34,12 +34,15 @@ class Answer:
     Attributes
     ----------
     request_id : str
+    arrived_at : float
+        When the engine took the request, as `time.perf_counter` reads.
     output : RequestOutput or None
         The whole, once the request has ended, with the error if it failed.
     """
 
-    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, arrived_at: float, cancel: Callable[[str], None]) -> None:
         self.request_id = request_id
+        self.arrived_at = arrived_at
         self.output: RequestOutput | None = None
         self._pieces: deque[Piece] = deque()
         self._grown = asyncio.Event()

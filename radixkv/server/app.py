@@ -9,6 +9,8 @@ from fastapi import FastAPI
 
 import radixkv
 from radixkv.server import failures, health
+from radixkv.server.metrics import route as metrics
+from radixkv.server.record import Records
 from radixkv.server.service import Service
 
 
@@ -17,7 +19,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
+        service.start()
         try:
             yield
         finally:
@@ -27,4 +29,6 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     failures.install(app)
     app.include_router(health.router)
+    app.include_router(metrics.router)
+    app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     return app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from radixkv.errors import ConfigError
 
@@ -36,6 +37,17 @@ class ServerConfig:
         Contexts over HTTP that may be open at a time.
     drain_seconds : float
         Time that running requests get to end when the server is told to.
+    access_log : bool or "json"
+        A line for each request, to the logger ``radixkv.access``; for a person or for programs.
+    log_stats_seconds : float
+        Time between two lines on how the engine does, to the logger ``radixkv.server``, while it
+        has work; 0 for none.
+    kv_events : str, optional
+        Publish what is cached over ZMQ, bound here, like "tcp://127.0.0.1:5557". Who reads it
+        reads prompts' tokens.
+    otlp_endpoint : str, optional
+        Send OpenTelemetry traces to a collector at this URL. Without one, to where the environment
+        variable OTEL_EXPORTER_OTLP_ENDPOINT says, if it is set.
 
     Raises
     ------
@@ -54,6 +66,10 @@ class ServerConfig:
     context_seconds: float = 300.0
     max_contexts: int = 1024
     drain_seconds: float = 30.0
+    access_log: bool | Literal["json"] = True
+    log_stats_seconds: float = 10.0
+    kv_events: str | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -65,6 +81,8 @@ class ServerConfig:
         for name in ("max_queued", "max_body_bytes", "max_n", "max_contexts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("context_seconds", "drain_seconds"):
+        if self.access_log not in (True, False, "json"):
+            raise ConfigError(f'access_log must be True, False or "json", not {self.access_log!r}')
+        for name in ("context_seconds", "drain_seconds", "log_stats_seconds"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0 seconds, not {getattr(self, name)}")

@@ -81,5 +81,9 @@ def install(app: FastAPI) -> None:
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
-        return error_response(error)
+    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+        response = error_response(error)
+        # It is answered outside of `Records`, which names all others.
+        if (name := getattr(request.state, "request_id", None)) is not None:
+            response.headers["X-Request-Id"] = name
+        return response

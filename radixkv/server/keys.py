@@ -31,5 +31,11 @@ def api_key(request: Request, service: Annotated[Service, Depends(service_of)]) 
     return given
 
 
+def page_key(request: Request, service: Annotated[Service, Depends(service_of)]) -> None:
+    """For the page and metrics: 401 for who has no key, if they were told to ask for one."""
+    if service.config.protect_page:
+        api_key(request, service)
+
+
 TheService = Annotated[Service, Depends(service_of)]
 ApiKey = Annotated[str | None, Depends(api_key)]

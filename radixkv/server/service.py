@@ -11,6 +11,7 @@ from typing import TypeVar
 from radixkv.cache import Namespace
 from radixkv.llm import LLM
 from radixkv.server.config import ServerConfig
+from radixkv.server.observed import Observed
 from radixkv.server.worker import EngineWorker
 
 T = TypeVar("T")
@@ -32,7 +33,13 @@ class Service:
         self.model_name = config.served_model_name or llm.loaded.name
         self.worker = EngineWorker(llm, max_queued=config.max_queued)
         # One thread: a fast tokenizer must not be used by two at a time.
+        self.observed = Observed(llm, self.worker, self.model_name, config)
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="radixkv-texts")
+
+    def start(self) -> None:
+        """Start the engine's thread, and those who look on; from a running event loop."""
+        self.worker.start()
+        self.observed.start()
 
     async def on_texts(self, function: Callable[[LLM], T]) -> T:
         """Run what works on texts (tokenizing, templates, grammars) off the event loop.
@@ -57,4 +64,5 @@ class Service:
         """Let what runs come to its end, within the time it has, and end the engine."""
         await self.worker.drain(self.config.drain_seconds)
         await self.worker.stop()
+        await self.observed.close()
         self._texts.shutdown(cancel_futures=True)

@@ -20,6 +20,7 @@ from radixkv.engine.request import Status
 from radixkv.errors import EngineStoppedError, QueueFullError
 from radixkv.llm import LLM
 from radixkv.server.answer import Answer, Piece
+from radixkv.server.record import CURRENT
 
 T = TypeVar("T")
 log = logging.getLogger("radixkv.server")
@@ -189,11 +190,14 @@ class EngineWorker:
                 llm.engine.abort(request.request_id)
 
         try:
-            return await self.call(work)
+            answers = await self.call(work)
         except asyncio.CancelledError:
             # Calls are served in order: by then all are made.
             self._calls.put(partial(take_back, self.llm))
             raise
+        if (record := CURRENT.get()) is not None:
+            record.note(answers)
+        return answers
 
     def _give_back(self, slots: int) -> None:
         self.num_unfinished -= slots
@@ -265,7 +269,7 @@ class EngineWorker:
             observer.stepped(self.llm, deltas, seconds)
 
     def _follow(self, request: Request) -> Answer:
-        answer = Answer(request.request_id, self._cancel)
+        answer = Answer(request.request_id, request.arrived_at, self._cancel)
         seen = [0] * len(request.branches)
         self._followed[request.request_id] = _Followed(request, answer, seen)
         return answer

@@ -7,9 +7,11 @@ import random
 from helpers import cached, compute, make_cache
 
 from radixkv.cache import (
+    EPHEMERAL,
     BlocksRemoved,
     BlocksStored,
     PrefixCache,
+    Removal,
     chain_hashes,
     namespace_hash,
     token_bytes,
@@ -66,15 +68,15 @@ def test_what_is_said() -> None:
     cache.commit(sequence, 4)
     cache.commit(sequence, include_open=True)
     assert said == [
-        BlocksStored(("m",), root, (one,), (0,)),
-        BlocksStored(("m",), one, (two,), (1,)),
+        BlocksStored(("m",), root, (one,), (0,), token_bytes(A)),
+        BlocksStored(("m",), one, (two,), (1,), token_bytes(B)),
     ]
     said.clear()
     cache.release(sequence)
     sequence = cache.acquire(A + B + C, ("m",))
     assert said == [], "an open block has no name"
     cache.commit(sequence)
-    assert said == [BlocksStored(("m",), two, (three,), (2,))]
+    assert said == [BlocksStored(("m",), two, (three,), (2,), token_bytes(C))]
     said.clear()
     cache.release(sequence)
     cache.allocator.release(cache.allocator.allocate(2))
@@ -90,6 +92,50 @@ def test_a_withdrawal_is_said() -> None:
     sequence = compute(cache, A)
     cache.withdraw(sequence, 0)
     assert [event.reason for event in said if isinstance(event, BlocksRemoved)] == ["withdrawn"]
+
+
+def test_all_who_listen_hear_the_same() -> None:
+    first: list[Event] = []
+    second: list[Event] = []
+    cache = make_cache(events=first.append)
+    sequence = compute(cache, A)
+    cache.listen(second.append)
+    late = compute(cache, B)
+    cache.release(sequence)
+    cache.release(late)
+    cache.reset()
+    assert [type(event) for event in first] == [BlocksStored, BlocksStored, *[BlocksRemoved] * 2]
+    assert second == first[1:]
+
+
+def test_a_removal_says_what_went_and_when_it_was_used() -> None:
+    went: list[Removal] = []
+    cache = make_cache(num_blocks=4)
+    cache.watch_removals(went.append)
+    sequence = cache.acquire([*A, *B, 7], ("m",))
+    cache.commit(sequence, include_open=True)
+    cache.release(sequence)
+    again = cache.acquire([*A, *B, 7, 8], ("m",))
+    used = cache.tree.clock
+    cache.commit(again, include_open=True)
+    open_tokens = token_bytes([7])
+    assert [(its.reason, its.num_blocks, its.tokens) for its in went] == [
+        ("superseded", 1, open_tokens)
+    ]
+    went.clear()
+    cache.release(again, EPHEMERAL)
+    cache.allocator.release(cache.allocator.allocate(2))
+    (removal,) = went
+    assert (removal.namespace, removal.reason, removal.num_blocks) == (("m",), "evicted", 1)
+    assert removal.tokens == token_bytes([7, 8])
+    assert removal.start == 2
+    assert removal.retention is EPHEMERAL
+    assert removal.last_used >= used
+    went.clear()
+    cache.reset()
+    assert [(its.reason, its.tokens, its.start, its.hits) for its in went] == [
+        ("reset", token_bytes(A + B), 0, 1)
+    ]
 
 
 def test_a_mirror_kept_from_events_equals_the_tree() -> None:

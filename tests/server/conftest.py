@@ -22,6 +22,7 @@ from radixkv.server.service import Service
 
 ENGINE = Path(__file__).parents[1] / "engine"
 sys.path.insert(0, str(ENGINE))
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def _engine_fixtures() -> Any:
