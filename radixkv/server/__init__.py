@@ -7,5 +7,6 @@ service      Service: what all routes stand on
 keys         who may call
 failures     what becomes of errors
 health       whether the server lives, and takes requests
+contexts     contexts over HTTP: open, grow, branch and join them
 app          create_app: the application, of these routers
 """

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 import radixkv
 from radixkv.server import failures, health
+from radixkv.server.contexts import routes as contexts
 from radixkv.server.service import Service
 
 
@@ -27,4 +28,5 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     failures.install(app)
     app.include_router(health.router)
+    app.include_router(contexts.router)
     return app

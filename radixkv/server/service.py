@@ -11,6 +11,7 @@ from typing import TypeVar
 from radixkv.cache import Namespace
 from radixkv.llm import LLM
 from radixkv.server.config import ServerConfig
+from radixkv.server.contexts.registry import Contexts
 from radixkv.server.worker import EngineWorker
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Service:
         self.config = config
         self.model_name = config.served_model_name or llm.loaded.name
         self.worker = EngineWorker(llm, max_queued=config.max_queued)
+        self.contexts = Contexts(self.worker, config.context_seconds, config.max_contexts)
         # One thread: a fast tokenizer must not be used by two at a time.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="radixkv-texts")
 
@@ -56,5 +58,6 @@ class Service:
     async def close(self) -> None:
         """Let what runs come to its end, within the time it has, and end the engine."""
         await self.worker.drain(self.config.drain_seconds)
+        await self.contexts.close()
         await self.worker.stop()
         self._texts.shutdown(cancel_futures=True)
