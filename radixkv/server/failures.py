@@ -58,8 +58,8 @@ def status_of(error: BaseException) -> tuple[int, str | None]:
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             return status, code
-    if isinstance(error, EngineStoppedError) and error.__cause__ is None:
-        return 503, "shutting_down"
+    if isinstance(error, EngineStoppedError):
+        return (503, "shutting_down") if error.__cause__ is None else (500, "engine_stopped")
     return 500, None
 
 
