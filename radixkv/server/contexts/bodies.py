@@ -10,11 +10,13 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictFloat,
     StrictInt,
     StringConstraints,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -49,8 +51,26 @@ def _encodable(value: Any) -> Any:
 Text = Annotated[str, AfterValidator(_encodable)]
 Name = Annotated[Text, StringConstraints(min_length=1, max_length=64)]
 Messages = Annotated[list[dict[str, Any]], AfterValidator(_encodable)]
-Continuation = Text | list[StrictInt]
-Content = Continuation | Messages
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list):
+        return "messages" if value and isinstance(value[0], dict) else "tokens"
+    return None
+
+
+_ONE_OF = Discriminator(
+    _kind,
+    custom_error_type="content",
+    custom_error_message="Input should be a text, a list of token ids, or a list of messages",
+)
+Tokens = Annotated[list[StrictInt], Tag("tokens")]
+Continuation = Annotated[Annotated[Text, Tag("text")] | Tokens, _ONE_OF]
+Content = Annotated[
+    Annotated[Text, Tag("text")] | Tokens | Annotated[Messages, Tag("messages")], _ONE_OF
+]
 
 
 class Retained(Body):
