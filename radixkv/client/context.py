@@ -154,9 +154,8 @@ class Context:
         template holds ``{text}`` and ``{index}`` as they are, without format specifications.
         """
         self._check_free()
+        self._check_branches(branches)
         for branch in branches:
-            if not isinstance(branch, Context) or branch.client is not self.client:
-                raise JoinError(f"{branch!r} was not forked from this context")
             branch._check_free()
         body: dict[str, Any] = {"branches": [branch.id for branch in branches], "mode": mode}
         if mode == "best":
@@ -174,6 +173,19 @@ class Context:
         (winner,) = (branch for branch in branches if branch.id == result["winner"])
         self._said.become(winner._said)
         return winner
+
+    def _check_branches(self, branches: Sequence[Context]) -> None:
+        """Raise `JoinError` unless all of these were forked from this context or its branches."""
+        if not len(branches):
+            raise JoinError("there are no branches to join")
+        for branch in branches:
+            above = getattr(branch, "parent", None)
+            while above is not None and above is not self:
+                above = above.parent
+            if above is None:
+                raise JoinError(f"{branch!r} was not forked from this context")
+        if len(set(branches)) < len(branches):
+            raise JoinError("a branch can be joined only once")
 
     # -- going back ------------------------------------------------------------------------------
 
@@ -196,11 +208,18 @@ class Context:
         if self.closed:
             return
         fault = self._fault
+        pending = self._all_pending()
         self._end()
         self.client.forget(self)
         self._answer({"close": {"cache_retention": retention_json(retention)}})
+        wait([each.ended for each in pending])
         if (fault := fault or self._fault) is not None:
             raise fault
+
+    def _all_pending(self) -> list[Pending[Any]]:
+        """What is pending here and on all branches."""
+        below = [each for child in self._children for each in child._all_pending()]
+        return below if self._pending is None else [self._pending, *below]
 
     def _end(self) -> None:
         """It is closed, with all branches."""

@@ -50,6 +50,11 @@ class Pending(ABC, Generic[T]):
         """Whether it has ended: finished, failed or cancelled."""
         return self._call.result.done()
 
+    @property
+    def ended(self) -> Future[Any]:
+        """Done when this is; not to be set."""
+        return self._call.result
+
     def result(self) -> T:
         """Wait until this is done.
 

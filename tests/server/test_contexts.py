@@ -424,15 +424,14 @@ def test_limits(caller: Callable[..., Caller]) -> None:
     branches = http.post(f"/{name}/fork", n=3)["branches"]
     answer = http.http.post("/v1/contexts", json={})
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-    # Three at once are one more than may be unfinished: nothing of the list is done.
+    # Three at once are one more than may be unfinished: none of them is begun.
     runs = [{"context": each, "generate": GREEDY} for each in branches]
-    answer = http.http.post(
-        "/v1/contexts/operations",
-        json={"operations": [{"context": name, "append": {"content": "x"}}, *runs]},
-    )
-    assert answer.json()["error"]["code"] == "queue_full"
-    assert http.get(name)["text"] == PROMPT
-    assert http.post(f"/{name}/choose", 429, options=["a", "b", "c"])
+    (event,) = http.run([{"context": name, "append": {"content": "x"}}, *runs])
+    done, *refused = event["outcomes"]
+    assert done["result"]["num_tokens"] == len(PROMPT) + 1
+    assert [each["error"]["code"] for each in refused] == ["queue_full"] * 3
+    error = http.post(f"/{name}/choose", 429, options=["a", "b", "c"])["error"]
+    assert error["message"].startswith("0 of at most 2 requests")
     assert len(http.run(runs[:2])[0]["outcomes"]) == 2
     http.delete(name)
     assert len(http.service.contexts) == 0

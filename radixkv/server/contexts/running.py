@@ -108,10 +108,12 @@ class Run:
 async def begin(service: Service, owner: str | None, operations: bodies.Operations) -> Run:
     """Carry operations out, in order and between two steps of the engine; see `Workbench`.
 
+    If there is no place for what they generate, that alone is refused.
+
     Raises
     ------
-    QueueFullError, EngineStoppedError
-        Nothing has been done then.
+    EngineStoppedError
+        If the engine has ended.
     """
     contexts = service.contexts
     steps = await service.on_texts(partial(_read, operations.operations))
@@ -125,8 +127,8 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
         look_for_closed(entries)
         return made
 
+    slots = _slots(service, steps)
     try:
-        slots = sum(step.num_requests for step in steps)
         answers: list[Answer] = []
         if slots:
             answers = await service.worker.begin(make, slots)
@@ -141,6 +143,20 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
     finally:
         for tree in trees:
             contexts.renew(tree)
+
+
+def _slots(service: Service, steps: Sequence[Step]) -> int:
+    """How many requests they make; if the server does not take so many, they make none."""
+    slots = sum(step.num_requests for step in steps)
+    if slots:
+        try:
+            service.worker.check_open(slots)
+        except RadixKVError as error:
+            for step in steps:
+                if step.num_requests:
+                    step.error = error
+            return 0
+    return slots
 
 
 def _read(operations: Sequence[bodies.Operation], llm: LLM) -> list[Step]:
