@@ -73,9 +73,11 @@ def test_who_leaves_while_submitting_leaves_nothing(make_llm: MakeLLM, pauses: i
         task = asyncio.create_task(worker.submit(PROMPT, LONG))
         for _ in range(pauses):
             await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:  # The engine was quicker.
+            (await task).cancel()
         stats = await worker.call(LLM.stats)
         assert (stats.running, stats.waiting, stats.cache.sequences) == (0, 0, 0)
         # The word that it has ended may come after the answer to the call.
