@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import json
 import socket
 import time
@@ -11,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from radixkv.llm import LLM
 from radixkv.server.contexts.registry import Tree
@@ -165,6 +168,26 @@ def test_messages_are_turns_as_in_process(make_llm: MakeLLM, caller: Callable[..
     view = http.get(name)
     assert view["tokens"] == tokens
     assert view["messages"] == turns[0] + turns[1]
+
+
+def test_only_what_begins_a_context_has_special_tokens(caller: Callable[..., Caller]) -> None:
+    http = caller()
+    tokenizer = copy.deepcopy(http.service.llm.loaded.tokenizer)
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", bos)]
+    )
+    a, b, c = tokenizer("abc", add_special_tokens=False).input_ids
+    assert tokenizer("abc").input_ids == [bos, a, b, c]
+    http.service.llm.loaded = dataclasses.replace(http.service.llm.loaded, tokenizer=tokenizer)
+    whole, parts = http.open("ab"), http.open("")
+    http.post(f"/{parts}/append", content="ab")
+    for name in (whole, parts):
+        http.post(f"/{name}/append", content="c")
+        assert http.get(name)["tokens"] == [bos, a, b, c]
+        assert http.post(f"/{name}/score", content="ab")["token_ids"] == [a, b]
+        http.post(f"/{name}/choose", options=["ba"])
+        assert http.get(name)["tokens"] == [bos, a, b, c, b, a]
 
 
 def test_a_stream_adds_up(caller: Callable[..., Caller]) -> None:

@@ -45,6 +45,8 @@ class Step:
         What a generation, score or choice is called by.
     namespace : tuple of str
         Of a context that is opened.
+    tokens : list of int or None
+        Of the text that is opened with, appended or scored; None to tokenize it here.
     result : dict or None
         What there was to be answered at once.
     pending : Pending or None
@@ -58,6 +60,7 @@ class Step:
     params: SamplingParams | None = None
     name: str = ""
     namespace: Namespace = ()
+    tokens: list[int] | None = None
     result: dict[str, Any] | None = None
     pending: Pending[Any] | None = None
     error: Exception | None = None
@@ -119,7 +122,7 @@ class Workbench:
 
     def _opened(self, step: Step, body: bodies.Open) -> Context:
         context = Context(self.host, namespace=step.namespace, retention=body.retention)
-        context.append(body.content)
+        context.append(body.content if step.tokens is None else step.tokens)
         return context
 
     def _do_with(self, context: Context, step: Step) -> None:
@@ -127,12 +130,14 @@ class Workbench:
         assert entry is not None
         match body:
             case bodies.Append():
-                context.append(body.content)
+                # What begins a context gets the model's special tokens, which is not known before.
+                ready = step.tokens if len(context) else None
+                context.append(body.content if ready is None else ready)
                 step.result = {"num_tokens": len(context)}
             case bodies.Generate():
                 step.pending = context.generate(step.params)
             case bodies.Score():
-                step.pending = context.score(body.content)
+                step.pending = context.score(body.content if step.tokens is None else step.tokens)
             case bodies.Choose():
                 step.pending = context.choose(body.options)
             case bodies.Fork():

@@ -160,11 +160,15 @@ def _slots(service: Service, steps: Sequence[Step]) -> int:
 
 
 def _read(operations: Sequence[bodies.Operation], llm: LLM) -> list[Step]:
-    """A step for each; parameters are checked, and their grammars compiled, off both loops."""
+    """A step for each, with what takes long: off the event loop, and off the engine's thread.
+
+    Parameters are checked, their grammars compiled, and long texts tokenized.
+    """
     steps = []
     for operation in operations:
         step = Step(operation.operand, name=operation.name or new_id())
         steps.append(step)
+        step.tokens = _tokens_of(step.operand, llm)
         if isinstance(step.operand, bodies.Generate):
             try:
                 step.params = step.operand.params
@@ -173,6 +177,17 @@ def _read(operations: Sequence[bodies.Operation], llm: LLM) -> list[Step]:
             except RadixKVError as error:
                 step.error = error
     return steps
+
+
+def _tokens_of(body: bodies.Operand, llm: LLM) -> list[int] | None:
+    """The tokens of a text, as the context would make them; None where that is to do it."""
+    tokenizer = llm.loaded.tokenizer
+    if tokenizer is None or not isinstance(body, bodies.Open | bodies.Append | bodies.Score):
+        return None
+    if not isinstance(body.content, str) or not body.content:
+        return None
+    first = isinstance(body, bodies.Open)
+    return list(tokenizer(body.content, add_special_tokens=first).input_ids)
 
 
 def _find_all(
