@@ -9,6 +9,7 @@ RadixKVError
 ├── SequenceClosedError                   a released sequence was used again
 ├── ContextError                          a context cannot do that now
 │   ├── ContextClosedError                it was closed, or joined
+│   ├── ContextNotFoundError              the server knows no context by that name
 │   ├── ContextBusyError                  a generation of it is not finished
 │   └── JoinError                         branches that cannot be joined so
 ├── GenerationCancelledError              what was cancelled has no result
@@ -17,6 +18,8 @@ RadixKVError
 ├── NativeBuildError                      the compiled operators could not be built here
 ├── NumericalError                        NaN logits: the request fails, the engine goes on
 ├── QueueFullError                        the server has as many requests as it may; try later
+├── TooManyContextsError                  the server has as many contexts as it may; close some
+├── ServerUnreachableError                no connection to a server, or it was lost
 ├── EngineStoppedError                    the engine was shut down, or its step failed
 └── CacheInvariantError                   a law of the cache was broken; never caught
 """
@@ -76,6 +79,10 @@ class ContextClosedError(ContextError):
     """The context was closed, or joined into another; open or fork a new one."""
 
 
+class ContextNotFoundError(ContextError):
+    """No context of the caller has that id; another API key's are not told apart from none."""
+
+
 class ContextBusyError(ContextError):
     """A generation of the context is not finished; run, await or cancel it first."""
 
@@ -119,6 +126,14 @@ class QueueFullError(RadixKVError):
         )
         self.unfinished = unfinished
         self.limit = limit
+
+
+class TooManyContextsError(RadixKVError):
+    """As many contexts are open as the server takes; close some, or come later."""
+
+
+class ServerUnreachableError(RadixKVError):
+    """A client has no connection to its server, or lost it; what ran on it was cancelled there."""
 
 
 class EngineStoppedError(RadixKVError):

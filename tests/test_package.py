@@ -34,6 +34,7 @@ ALLOWED = {
     "errors": set(),
     "folders": set(),
     "config": {"cache"},  # for types alone, see below
+    "client": {"client"},
     "cli": {"cli", "llm", "memory", "native", "model", "attention", "cache", "decoding", "engine"}
     | {"workloads", "devices", "server"},
 }
@@ -61,7 +62,9 @@ def test_all_is_exact() -> None:
         _ = radixkv.Nothing
 
 
-@pytest.mark.parametrize("module", ["radixkv", "radixkv.cache", "radixkv.config", "radixkv.cli"])
+@pytest.mark.parametrize(
+    "module", ["radixkv", "radixkv.cache", "radixkv.config", "radixkv.cli", "radixkv.client"]
+)
 def test_importing_is_cheap(module: str) -> None:
     code = (
         f"import sys, {module}; "

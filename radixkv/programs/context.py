@@ -83,7 +83,7 @@ class Context(ContextView):
         ------
         RequestError
             If the content is of another kind, a token id is unknown, or the model has no chat
-            template.
+            template; if it is too long for its host.
         """
         self._check_free()
         if isinstance(content, str):
@@ -92,6 +92,7 @@ class Context(ContextView):
             tokens = self._turn_tokens(content)
         else:
             tokens = self.host.checked(content)  # type: ignore[arg-type]
+        self.host.check_length(len(self._said.tokens) + len(tokens))
         self._said.tokens.extend(tokens)
         if are_messages(content):
             self._said.messages += content  # type: ignore[arg-type]
@@ -213,6 +214,11 @@ class Context(ContextView):
             raise RequestError(f"fork takes a number of branches, at least 1, not {n!r}")
         with DeferredInterrupts():
             return [self._branch() for _ in range(n)]
+
+    @property
+    def branches(self) -> tuple[Context, ...]:
+        """Those that were forked from it and are open."""
+        return tuple(self._children)
 
     def _branch(self) -> Context:
         branch = object.__new__(Context)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from radixkv.cache import token_bytes
 from radixkv.decoding import SamplingParams
 from radixkv.engine import Engine
-from radixkv.errors import RequestError
+from radixkv.errors import PromptTooLongError, RequestError
 from radixkv.model.loading import LoadedModel, render_chat
 from radixkv.programs.turns import Message, render_next
 
@@ -43,6 +43,9 @@ class Host:
         Runs one step of the engine; ``engine.step`` unless given.
     seed : int, optional
         Seed of generations that bring none of their own.
+    max_tokens : int, optional
+        Most tokens that anything is appended up to; any number unless given, and what is too long
+        is refused when it shall be continued.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class Host:
         *,
         step: Callable[[], object] | None = None,
         seed: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.engine = engine
         self.holds = engine.scheduler.holds
         self.loaded = loaded
         self.step = step or engine.step
+        self.max_tokens = max_tokens
         self._seed = seed
         self._serial = count()
         self._waiting: list[tuple[Awaited, asyncio.Future[None]]] = []
@@ -87,6 +92,13 @@ class Host:
                     f"token id {token} is outside the vocabulary of {self.engine.vocab_size} tokens"
                 )
         return tokens
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise `PromptTooLongError` for more tokens than a context may have here."""
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise PromptTooLongError(
+                f"the context would have {num_tokens} tokens, and may have {self.max_tokens}"
+            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of all tokens, special ones among them."""

@@ -41,6 +41,11 @@ class Pending(ABC, Generic[T]):
         self._error: Exception | None = None
 
     @property
+    def requests(self) -> Sequence[Request]:
+        """What the engine runs for it."""
+        return self._requests
+
+    @property
     def done(self) -> bool:
         """Whether it has ended: finished, failed or cancelled."""
         return all(request.status is Status.FINISHED for request in self._requests)

@@ -10,6 +10,7 @@ from radixkv.errors import ContextBusyError, ContextClosedError
 from radixkv.programs.host import Host
 from radixkv.programs.pending import Pending
 from radixkv.programs.transcript import Transcript
+from radixkv.programs.turns import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,12 @@ class ContextView:
         """
         self._settle()
         return tuple(self._said.logprobs[self._said.inherited[1] :])
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was appended as chat turns; the answers between them are not among them."""
+        self._settle()
+        return tuple(self._said.messages)
 
     @property
     def stats(self) -> ContextStats:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 import radixkv
 from radixkv.server import failures, health
+from radixkv.server.contexts import routes as contexts
 from radixkv.server.metrics import route as metrics
 from radixkv.server.record import Records
 from radixkv.server.service import Service
@@ -30,5 +31,6 @@ def create_app(service: Service) -> FastAPI:
     failures.install(app)
     app.include_router(health.router)
     app.include_router(metrics.router)
+    app.include_router(contexts.router)
     app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     return app

@@ -10,14 +10,19 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from radixkv.errors import (
+    ContextBusyError,
     ContextClosedError,
     ContextError,
+    ContextNotFoundError,
     EngineStoppedError,
     GenerationCancelledError,
+    JoinError,
+    NumericalError,
     PromptTooLongError,
     QueueFullError,
     RadixKVError,
     RequestError,
+    TooManyContextsError,
     UnsupportedParameterError,
 )
 
@@ -27,9 +32,14 @@ STATUSES: tuple[tuple[type[RadixKVError], int, str | None], ...] = (
     (UnsupportedParameterError, 400, "unsupported_parameter"),
     (RequestError, 400, None),
     (ContextClosedError, 410, "context_closed"),
+    (ContextNotFoundError, 404, "context_not_found"),
+    (ContextBusyError, 409, "context_busy"),
+    (JoinError, 409, "join_conflict"),
     (ContextError, 409, "context_conflict"),
     (GenerationCancelledError, 409, "cancelled"),
     (QueueFullError, 429, "queue_full"),
+    (TooManyContextsError, 429, "too_many_contexts"),
+    (NumericalError, 500, "numerical_error"),
 )
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 RETRY_AFTER_SECONDS = 1
@@ -48,17 +58,23 @@ def status_of(error: BaseException) -> tuple[int, str | None]:
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             return status, code
-    if isinstance(error, EngineStoppedError) and error.__cause__ is None:
-        return 503, "shutting_down"
+    if isinstance(error, EngineStoppedError):
+        return (503, "shutting_down") if error.__cause__ is None else (500, "engine_stopped")
     return 500, None
+
+
+def body_of(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body for what ended with this error."""
+    status, code = status_of(error)
+    message = str(error) if isinstance(error, RadixKVError) else "internal error"
+    return status, error_body(status, message, code=code)
 
 
 def error_response(error: BaseException) -> JSONResponse:
     """The answer to a request that ended with this error."""
-    status, code = status_of(error)
-    message = str(error) if isinstance(error, RadixKVError) else "internal error"
+    status, body = body_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else None
-    return JSONResponse(error_body(status, message, code=code), status, headers)
+    return JSONResponse(body, status, headers)
 
 
 def install(app: FastAPI) -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from radixkv.cache import Namespace
 from radixkv.llm import LLM
 from radixkv.server.config import ServerConfig
+from radixkv.server.contexts.registry import Contexts
 from radixkv.server.observed import Observed
 from radixkv.server.worker import EngineWorker
 
@@ -32,8 +33,9 @@ class Service:
         self.config = config
         self.model_name = config.served_model_name or llm.loaded.name
         self.worker = EngineWorker(llm, max_queued=config.max_queued)
-        # One thread: a fast tokenizer must not be used by two at a time.
+        self.contexts = Contexts(self.worker, config.context_seconds, config.max_contexts)
         self.observed = Observed(llm, self.worker, self.model_name, config)
+        # One thread: a fast tokenizer must not be used by two at a time.
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="radixkv-texts")
 
     def start(self) -> None:
@@ -63,6 +65,7 @@ class Service:
     async def close(self) -> None:
         """Let what runs come to its end, within the time it has, and end the engine."""
         await self.worker.drain(self.config.drain_seconds)
+        await self.contexts.close()
         await self.worker.stop()
         await self.observed.close()
         self._texts.shutdown(cancel_futures=True)

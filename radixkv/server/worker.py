@@ -81,6 +81,7 @@ class EngineWorker:
         self._observers: list[Observer] = []
         self._thread = threading.Thread(target=self._run, name="radixkv-engine", daemon=True)
         self._error: BaseException | None = None
+        self._ended = False
         self._gone = asyncio.Event()
 
     # -- from the event loop ---------------------------------------------------------------------
@@ -93,7 +94,7 @@ class EngineWorker:
     @property
     def alive(self) -> bool:
         """Whether the engine takes steps; false before the start, and after a broken law."""
-        return self._thread.is_alive() and self._error is None
+        return self._thread.is_alive() and not self._ended
 
     def watch(self, observer: Observer) -> None:
         """Have an observer called after each step; before `start`."""
@@ -129,7 +130,23 @@ class EngineWorker:
         if not self.alive:
             raise EngineStoppedError("the engine has stopped; restart the server")
         self._calls.put(work)
+        if self._ended:  # It may have been too late for that.
+            settle(None, EngineStoppedError("the engine has stopped; restart the server"))
         return await future
+
+    def tell(self, function: Callable[[LLM], object]) -> None:
+        """Have a function run on the engine's thread for which nobody waits; an error is logged.
+
+        Served in order with what was asked for before. Nothing happens once the thread has ended.
+        """
+
+        def work() -> None:
+            try:
+                function(self.llm)
+            except Exception:
+                log.exception("what the engine was told to do has failed")
+
+        self._calls.put(work)
 
     async def submit(
         self,
@@ -162,7 +179,7 @@ class EngineWorker:
         Parameters
         ----------
         make : callable
-            Adds ``slots`` requests to the engine, or raises and leaves none there.
+            Adds ``slots`` requests to the engine at the most, or raises and leaves none there.
 
         Raises
         ------
@@ -183,6 +200,8 @@ class EngineWorker:
             except BaseException:
                 self._post(self._give_back, slots)
                 raise
+            if len(made) < slots:
+                self._post(self._give_back, slots - len(made))
             return [self._follow(request) for request in made]
 
         def take_back(llm: LLM) -> None:
@@ -236,10 +255,15 @@ class EngineWorker:
                 if self.llm.engine.has_work:
                     self._step()
         except BaseException as error:
-            self._error = error
+            self._error, self._ended = error, True
             log.exception("the engine has stopped: %s", error)
         finally:
             self.llm.close()
+            self._ended = True
+            # Who has asked already is answered, if only by the stopped engine's refusal.
+            while not self._calls.empty():
+                if (work := self._calls.get()) is not None:
+                    work()
             self._deliver_ends(list(self._followed))
             self._post(self._gone.set)
 

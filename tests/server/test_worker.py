@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.decoding import SamplingParams
+from radixkv.engine import Request
 from radixkv.errors import EngineStoppedError, PromptTooLongError, QueueFullError, RequestError
 from radixkv.llm import LLM
 from radixkv.server.worker import EngineWorker
@@ -72,13 +73,15 @@ def test_who_leaves_while_submitting_leaves_nothing(make_llm: MakeLLM, pauses: i
         task = asyncio.create_task(worker.submit(PROMPT, LONG))
         for _ in range(pauses):
             await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:  # The engine was quicker.
+            (await task).cancel()
         stats = await worker.call(LLM.stats)
         assert (stats.running, stats.waiting, stats.cache.sequences) == (0, 0, 0)
-        await asyncio.sleep(0)
-        assert worker.num_unfinished == 0
+        # The word that it has ended may come after the answer to the call.
+        assert await worker.drain(30)
 
     with_worker(make_llm(), use)
 
@@ -109,6 +112,53 @@ def test_the_queue_is_bounded(make_llm: MakeLLM) -> None:
         assert (await second.end()).finish_reason == "length"
 
     with_worker(make_llm(), use, max_queued=2)
+
+
+def test_a_call_that_comes_as_the_thread_ends_is_answered(make_llm: MakeLLM) -> None:
+    async def use(worker: EngineWorker) -> None:
+        stopping = asyncio.create_task(worker.stop())
+        answers = []
+        while not stopping.done():
+            answers.append(asyncio.create_task(worker.call(LLM.stats)))
+            await asyncio.sleep(0)
+        answers += [asyncio.create_task(worker.call(LLM.stats)) for _ in range(3)]
+        done, waiting = await asyncio.wait(answers, timeout=30)
+        assert not waiting
+        for each in done:
+            assert each.exception() is None or isinstance(each.exception(), EngineStoppedError)
+
+    with_worker(make_llm(), use)
+
+
+def test_places_that_were_not_needed_are_given_back(make_llm: MakeLLM) -> None:
+    async def use(worker: EngineWorker) -> None:
+        def make(llm: LLM) -> list[Request]:
+            return [llm.engine.add_request(PROMPT, GREEDY)]
+
+        answers = await worker.begin(make, slots=3)
+        assert len(answers) == 1
+        await answers[0].end()
+        assert worker.num_unfinished == 0
+        assert await worker.begin(lambda _: [], slots=2) == []
+        await asyncio.sleep(0)
+        assert worker.num_unfinished == 0
+
+    with_worker(make_llm(), use)
+
+
+def test_what_the_thread_is_told_is_done_in_order(
+    make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(worker: EngineWorker) -> None:
+        told: list[int] = []
+        for number in range(3):
+            worker.tell(lambda _, number=number: told.append(number))  # type: ignore[misc]
+        worker.tell(lambda _: 1 // 0)
+        assert await worker.call(lambda _: list(told)) == [0, 1, 2]
+        assert "ZeroDivisionError" in caplog.text
+        assert worker.alive
+
+    with_worker(make_llm(), use)
 
 
 def test_draining_lets_what_runs_end_and_takes_no_more(make_llm: MakeLLM) -> None:
