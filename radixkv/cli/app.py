@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import radixkv
+from radixkv.cli.bench.app import app as bench_app
 from radixkv.errors import ConfigError, RadixKVError, RequestError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Any Hugging Face decoder over one paged KV cache that a radix tree organises.",
 )
+
+app.add_typer(bench_app, name="bench")
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, a hub name, a folder or a GGUF file.")
