@@ -156,6 +156,24 @@ def generate(
         run_file(options.load, prompts, output, params)
 
 
+@app.command()
+def inspect(
+    url: Annotated[str, typer.Argument(help="The server's, like http://127.0.0.1:8000.")],
+    limit: Annotated[
+        int, typer.Option(min=1, max=5000, help="Most nodes: held, then used last.")
+    ] = 200,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RADIXKV_API_KEY", help="Sent as a bearer token.")
+    ] = None,
+) -> None:
+    """Show the tree of a running server: what is cached, shared and held."""
+    from radixkv.cli.tree import run_inspect
+
+    run_inspect(url, api_key, limit, interval if watch else None)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"radixkv {radixkv.__version__}")

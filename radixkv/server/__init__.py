@@ -7,5 +7,6 @@ service      Service: what all routes stand on
 keys         who may call
 failures     what becomes of errors
 health       whether the server lives, and takes requests
+tree         the tree as JSON
 app          create_app: the application, of these routers
 """

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import radixkv
-from radixkv.server import failures, health
+from radixkv.server import failures, health, tree
 from radixkv.server.service import Service
 
 
@@ -27,4 +27,5 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     failures.install(app)
     app.include_router(health.router)
+    app.include_router(tree.router)
     return app
