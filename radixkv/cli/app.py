@@ -174,6 +174,26 @@ def inspect(
     run_inspect(url, api_key, limit, interval if watch else None)
 
 
+@app.command()
+def lint(
+    file: Annotated[
+        Path, typer.Argument(help="JSON lines: requests' bodies.", exists=True, dir_okay=False)
+    ],
+    model: Model = "demo",
+    min_tokens: Annotated[
+        int, typer.Option(min=1, help="Fewer tokens that a request could share do not matter.")
+    ] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Leave with 1 if anything is found.")
+    ] = False,
+) -> None:
+    """Read logged requests and name the tokens at which prompts that should share differ."""
+    from radixkv.cli.lint.run import run_lint
+
+    run_lint(file, model, min_tokens, as_json, strict)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"radixkv {radixkv.__version__}")
