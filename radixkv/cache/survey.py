@@ -3,154 +3,96 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.cache.hashing import TOKEN_BYTES, Namespace
+from radixkv.cache.hashing import TOKEN_BYTES
 from radixkv.cache.manager import PrefixCache
-from radixkv.cache.node import RadixNode, RootNode
+from radixkv.cache.node import RadixNode
 from radixkv.cache.pool import FREE_OR_HELD
-from radixkv.cache.retention import Retention
 from radixkv.cache.sequence import Sequence
 
+_last_used = attrgetter("last_used")
 
-class NodeView(NamedTuple):
-    """One node.
+
+class TreeView(NamedTuple):
+    """A part of the tree that hangs together.
 
     Attributes
     ----------
-    serial, parent : int
-        Names of the node and of the one above; 0 above those that begin a namespace. A split
-        leaves the lower half its name.
-    holders : int
-        Sequences whose tables hold its full blocks.
-    last_used, created : int
-        Readings of the tree's logical clock.
-    num_hidden : int
-        Children that are not among the nodes given.
-    head : bytes
-        Its first tokens, four bytes each.
+    nodes : list of RadixNode
+        Parents before children. To be read before the cache goes on.
+    num_hidden : dict of int to int
+        Children of a node that are not among them, by its serial, where there are any.
+    holders : dict of int to int
+        Sequences whose tables hold a node's full blocks, by its serial, where there are any.
     """
 
-    node: RadixNode
-    serial: int
-    parent: int
-    namespace: Namespace
-    num_blocks: int
-    num_tokens: int
-    start: int
-    holders: int
-    last_used: int
-    created: int
-    hits: int
-    retention: Retention
-    num_hidden: int
-    head: bytes
+    nodes: list[RadixNode]
+    num_hidden: dict[int, int]
+    holders: dict[int, int]
 
 
-def survey_tree(cache: PrefixCache, limit: int, head_tokens: int) -> list[NodeView]:
-    """At most ``limit`` nodes, parents first: those that sequences hold, then the last used.
+def survey_tree(cache: PrefixCache, limit: int) -> TreeView:
+    """At most ``limit`` nodes: those that sequences hold, then leaves used last, with all above.
 
-    Each comes with its first ``head_tokens`` tokens.
-    O(children of the nodes given + nodes above sequences), whatever lies below.
+    O(limit + depth of the sequences + leaves), the last at 0.1 µs a leaf.
     """
-    holders = count_path_holders(cache)
-    chosen = _held_nodes(cache, limit)
-    _add_last_used(cache, chosen, limit)
-    num_shown: dict[int, int] = {}
-    for node in chosen.values():
-        parent = node.parent
-        assert parent is not None
-        num_shown[parent.serial] = num_shown.get(parent.serial, 0) + 1
-    namespaces: dict[int, Namespace] = {}
-    views = []
-    for node in sorted(chosen.values(), key=lambda node: (node.start, node.serial)):
-        parent = node.parent
-        assert parent is not None
-        if isinstance(parent, RootNode):
-            namespace, above = parent.namespace, 0
-        else:
-            namespace, above = namespaces[parent.serial], parent.serial
-        namespaces[node.serial] = namespace
-        children = 0 if node.children is None else len(node.children)
-        views.append(
-            NodeView(
-                node,
-                node.serial,
-                above,
-                namespace,
-                len(node.blocks),
-                len(node.tokens) // TOKEN_BYTES,
-                node.start,
-                holders.get(node.serial, 0),
-                node.last_used,
-                node.created,
-                node.hits,
-                node.retention,
-                children - num_shown.get(node.serial, 0),
-                bytes(node.tokens[: head_tokens * TOKEN_BYTES]),
-            )
-        )
-    return views
-
-
-def count_path_holders(cache: PrefixCache) -> dict[int, int]:
-    """Sequences at or below each node that any sequence holds, by its serial."""
-    held: dict[int, RadixNode] = {}
-    holders: dict[int, int] = {}
-    for sequence in cache.sequences.values():
-        node = sequence.node
-        if node is not None:
-            holders[node.serial] = holders.get(node.serial, 0) + 1
-        while node is not None and node.parent is not None and node.serial not in held:
-            held[node.serial] = node
-            node = node.parent
-    for node in sorted(held.values(), key=lambda node: -node.start):
-        parent = node.parent
-        if parent is not None and parent.parent is not None:
-            holders[parent.serial] = holders.get(parent.serial, 0) + holders[node.serial]
-    return holders
-
-
-def _held_nodes(cache: PrefixCache, limit: int) -> dict[int, RadixNode]:
-    """Nodes that sequences hold, whole paths, as many as may be."""
+    ends = [its.node for its in cache.sequences.values() if its.node is not None]
     chosen: dict[int, RadixNode] = {}
-    for sequence in cache.sequences.values():
+    _add_paths(ends, chosen, limit)
+    leaves = cache.tree.queue.leaves()
+    _add_paths(heapq.nlargest(limit, leaves, key=_last_used), chosen, limit)
+    return TreeView(list(chosen.values()), _num_hidden(chosen), count_path_holders(ends))
+
+
+def _add_paths(ends: list[RadixNode], chosen: dict[int, RadixNode], limit: int) -> None:
+    """Add whole paths to ``ends``, from the top, as long as there is room."""
+    for end in ends:
         path = []
-        node = sequence.node
+        node: RadixNode | None = end
         while node is not None and node.parent is not None and node.serial not in chosen:
             path.append(node)
             node = node.parent
         if len(chosen) + len(path) <= limit:
-            chosen.update((node.serial, node) for node in path)
-    return chosen
+            for node in reversed(path):
+                chosen[node.serial] = node
+        if len(chosen) == limit:
+            return
 
 
-def _add_last_used(cache: PrefixCache, chosen: dict[int, RadixNode], limit: int) -> None:
-    """Fill up with the nodes used last: no node was used later than the one above it."""
-    heap: list[tuple[int, int, RadixNode]] = []
+def _num_hidden(chosen: dict[int, RadixNode]) -> dict[int, int]:
+    shown: dict[int, int] = {}
+    for node in chosen.values():
+        above = node.parent
+        assert above is not None
+        shown[above.serial] = shown.get(above.serial, 0) + 1
+    hidden = {}
+    for serial, node in chosen.items():
+        if node.children is not None and (missing := len(node.children) - shown.get(serial, 0)):
+            hidden[serial] = missing
+    return hidden
 
-    def push(parent: RadixNode) -> None:
-        children: Iterable[RadixNode] = parent.children or ()
-        if parent.children is not None and len(parent.children) > limit:
-            children = heapq.nlargest(limit, children, key=lambda child: child.last_used)
-        for child in children:
-            heapq.heappush(heap, (-child.last_used, child.serial, child))
 
-    for root in cache.tree.roots.values():
-        push(root)
-    while heap:
-        _, serial, node = heapq.heappop(heap)
-        if serial not in chosen:
-            if len(chosen) >= limit:
-                # Held nodes may lie further on, but they are there already.
-                return
-            chosen[serial] = node
-        if node.children is not None:
-            push(node)
+def count_path_holders(ends: list[RadixNode]) -> dict[int, int]:
+    """How many of the sequences that end at these nodes hold each node; O(nodes above them)."""
+    held: dict[int, RadixNode] = {}
+    holders: dict[int, int] = {}
+    for end in ends:
+        holders[end.serial] = holders.get(end.serial, 0) + 1
+        node: RadixNode | None = end
+        while node is not None and node.parent is not None and node.serial not in held:
+            held[node.serial] = node
+            node = node.parent
+    # What is counted below is complete before it is added above.
+    for node in sorted(held.values(), key=lambda node: -node.start):
+        above = node.parent
+        if above is not None and above.parent is not None:
+            holders[above.serial] = holders.get(above.serial, 0) + holders[node.serial]
+    return holders
 
 
 class PoolView(NamedTuple):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
-from radixkv.cache.hashing import TOKEN_DTYPE
-from radixkv.cache.survey import NodeView, PoolView, survey_pool, survey_tree
+from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE, Namespace
+from radixkv.cache.node import RootNode
+from radixkv.cache.survey import PoolView, TreeView, survey_pool, survey_tree
 from radixkv.llm import LLM
 from radixkv.server.keys import ApiKey, TheService
 
@@ -96,6 +97,15 @@ class Tree(BaseModel):
     nodes: list[Node]
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is read of a node between two steps; its text is made later, elsewhere."""
+
+    fields: dict[str, Any]
+    namespace: Namespace
+    head: bytes
+
+
 @router.get("/v1/tree")
 async def tree(
     service: TheService, key: ApiKey, limit: Annotated[int, Query(ge=1, le=MOST_NODES)] = 200
@@ -105,8 +115,7 @@ async def tree(
     Where keys are isolated from each other, a key sees its own nodes alone.
     """
 
-    def look(llm: LLM) -> tuple[Tree, list[NodeView]]:
-        nodes = survey_tree(llm.cache, limit, PREVIEW_TOKENS)
+    def look(llm: LLM) -> tuple[Tree, list[_Seen]]:
         counters, scheduler = llm.cache.counters, llm.engine.scheduler
         whole = Tree(
             model=service.model_name,
@@ -118,16 +127,54 @@ async def tree(
             pool=_pool(survey_pool(llm.cache), llm.cache.block_size),
             nodes=[],
         )
-        return whole, nodes
+        return whole, _read(survey_tree(llm.cache, limit), llm.cache.block_size)
 
     whole, found = await service.worker.call(look)
     own = service.namespace(key, None)
     seen = [node for node in found if node.namespace[: len(own)] == own]
-    block_size = whole.pool.block_size
-    whole.nodes = await service.on_texts(
-        lambda llm: [_node(view, block_size, _speller(llm)) for view in seen]
-    )
+    whole.nodes = await service.on_texts(lambda llm: _with_texts(llm, seen))
     return whole
+
+
+def _read(view: TreeView, block_size: int) -> list[_Seen]:
+    namespaces: dict[int, Namespace] = {}
+    seen = []
+    for node in view.nodes:
+        above = node.parent
+        assert above is not None
+        top = isinstance(above, RootNode)
+        namespace = above.namespace if isinstance(above, RootNode) else namespaces[above.serial]
+        namespaces[node.serial] = namespace
+        tokens = len(node.tokens) // TOKEN_BYTES
+        fields = {
+            "id": node.serial,
+            "parent": None if top else above.serial,
+            "namespace": list(namespace),
+            "start": node.start * block_size,
+            "tokens": tokens,
+            "blocks": len(node.blocks),
+            "held": view.holders.get(node.serial, 0),
+            "hits": node.hits,
+            "last_used": node.last_used,
+            "created": node.created,
+            "open": tokens % block_size != 0,
+            "ephemeral": node.retention.ephemeral,
+            "priority": node.retention.priority,
+            "hidden_children": view.num_hidden.get(node.serial, 0),
+        }
+        head = bytes(node.tokens[: PREVIEW_TOKENS * TOKEN_BYTES])
+        seen.append(_Seen(fields, namespace, head))
+    return seen
+
+
+def _with_texts(llm: LLM, seen: list[_Seen]) -> list[Node]:
+    tokenizer = llm.loaded.tokenizer
+    nodes = []
+    for node in seen:
+        tokens = np.frombuffer(node.head, TOKEN_DTYPE).tolist()
+        text = " ".join(map(str, tokens)) if tokenizer is None else str(tokenizer.decode(tokens))
+        nodes.append(Node(**node.fields, text=text))
+    return nodes
 
 
 def _pool(view: PoolView, block_size: int) -> Pool:
@@ -139,32 +186,4 @@ def _pool(view: PoolView, block_size: int) -> Pool:
         held_only=int((held & ~view.cached).sum()),
         cached_only=int((~held & view.cached).sum()),
         held_and_cached=int((held & view.cached).sum()),
-    )
-
-
-def _speller(llm: LLM) -> Callable[[list[int]], str]:
-    tokenizer = llm.loaded.tokenizer
-    if tokenizer is None:
-        return lambda tokens: " ".join(map(str, tokens))
-    return lambda tokens: str(tokenizer.decode(tokens))
-
-
-def _node(view: NodeView, block_size: int, spell: Callable[[list[int]], str]) -> Node:
-    hint = view.retention
-    return Node(
-        id=view.serial,
-        parent=view.parent or None,
-        namespace=list(view.namespace),
-        start=view.start * block_size,
-        tokens=view.num_tokens,
-        blocks=view.num_blocks,
-        held=view.holders,
-        hits=view.hits,
-        last_used=view.last_used,
-        created=view.created,
-        open=view.num_tokens % block_size != 0,
-        ephemeral=hint.ephemeral,
-        priority=hint.priority,
-        hidden_children=view.num_hidden,
-        text=spell(np.frombuffer(view.head, TOKEN_DTYPE).tolist()),
     )
