@@ -51,7 +51,7 @@ class Behaviour:
         self.paths.append(request.url.path)
         how = self.fail.get(number)
         if how == "429":
-            return JSONResponse({"error": {"message": "too many\nrequests"}}, 429)
+            return JSONResponse({"error": {"message": "too many\n\x1b[31mrequests"}}, 429)
         if how == "html":
             return Response("<h1>no</h1>", 502)
         chat = request.url.path.endswith("chat/completions")

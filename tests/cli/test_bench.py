@@ -69,7 +69,7 @@ def test_all_is_counted_exactly(inside: Inside, tmp_path: Path) -> None:
     assert behaviour.most_running == 1
     for word in (
         "15 completed, 5 failed", "cached tokens  900: hit rate 60.0%",
-        "1 x HTTP 429: too many requests",
+        "1 x HTTP 429: too many [31mrequests",
         "1 x error in the stream: it broke", "HTTP 502: <h1>no</h1>", "TTFT", "driver late",
         "20 requests all at once, at most 1 at a time, to fake (/v1/chat/completions)",
     ):  # fmt: skip
@@ -212,6 +212,27 @@ def test_bad_usage(inside: Inside, arguments: list[str], code: int, word: str) -
     assert done.returncode == code
     assert word in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["nonsense", "ftp://x.org", ""])
+def test_what_is_no_url(inside: Inside, url: str) -> None:
+    done = bench(inside, url, "--dataset", "chat", "--model", "m")
+    assert done.returncode == 2
+    assert "--url" in done.stderr
+
+
+def test_a_server_that_is_not_there(inside: Inside) -> None:
+    shared = ("--dataset", "shared-prefix", "--num-requests", "2", "--model", "m")
+    done = bench(inside, "http://127.0.0.1:9/v1", *shared)
+    assert done.returncode == 1
+    assert "2 x ConnectError" in done.stdout
+
+
+def test_no_model_is_loaded_to_measure_or_to_look() -> None:
+    modules = "radixkv.cli.bench.serve, radixkv.cli.tree, radixkv.cli.lint.report"
+    code = f"import sys, {modules}; print({{'torch', 'transformers', 'jax'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_server_without_models(inside: Inside) -> None:

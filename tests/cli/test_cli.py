@@ -202,7 +202,19 @@ def test_a_reader_that_leaves(model: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["chat"], ["generate"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["demo"],
+        ["chat"],
+        ["generate"],
+        ["bench"],
+        ["bench", "serve"],
+        ["inspect"],
+        ["lint"],
+    ],
+)
 def test_help_fits_a_screen(
     command: list[str], inside: Inside, monkeypatch: pytest.MonkeyPatch
 ) -> None:

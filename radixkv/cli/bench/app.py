@@ -18,7 +18,7 @@ def _bench() -> None:
 
 @app.command()
 def serve(
-    url: Annotated[str, typer.Option(help="The server's, without /v1.")],
+    url: Annotated[str, typer.Option(help="The server's, like http://127.0.0.1:8000.")],
     dataset: Annotated[
         Literal["chat", "trace", "shared-prefix"], typer.Option(help="What is asked.")
     ],
@@ -66,7 +66,7 @@ def serve(
             assert file is not None
             turns = datasets.recorded(file, num_requests, max_tokens)
     load = Load(
-        url=url,
+        url=url.rstrip("/").removesuffix("/v1"),
         dataset=dataset if file is None else f"trace {file.name}",
         rate=_rate(rate),
         concurrency=concurrency,

@@ -215,4 +215,6 @@ def _message_of(body: bytes) -> str:
         message = json.loads(body)["error"]["message"]
     except (ValueError, TypeError, KeyError):
         message = body.decode(errors="replace")
-    return " ".join(str(message).split())[:200]
+    # It goes to a terminal, which nobody else is to control.
+    printable = "".join(letter if letter.isprintable() else " " for letter in str(message))
+    return " ".join(printable.split())[:200]

@@ -20,7 +20,7 @@ from radixkv.cli.bench.datasets import Turn
 from radixkv.cli.bench.driver import Run, arrivals, drive
 from radixkv.cli.bench.report import Summary, print_report, summarize
 from radixkv.cli.http import get_json, headers_of
-from radixkv.errors import RadixKVError
+from radixkv.errors import ConfigError, RadixKVError
 
 # A server that says nothing for so long will not say anything any more.
 READ_SECONDS = 600.0
@@ -50,9 +50,11 @@ def run_bench(
     RadixKVError
         If the server cannot be reached, or names no model.
     ConfigError
-        If arrivals are to be as recorded and are not.
+        If the URL is none, or arrivals are to be as recorded and are not.
     """
     due = arrivals(turns, load.rate, load.seed)
+    if httpx.URL(load.url).scheme not in ("http", "https"):
+        raise ConfigError(f"--url must be like http://127.0.0.1:8000, not {load.url!r}")
     model = load.model or first_model(load.url, api_key)
     if json_file is not None:
         # An output that cannot be written should be known before the run.

@@ -32,6 +32,8 @@ ADVICE = {
 }
 SHOWN_VALUES = 3
 SHOWN_CHARACTERS = 60
+# Of a value that is kept: it may be a whole document.
+MOST_CHARACTERS = 200
 
 
 @dataclass
@@ -67,8 +69,8 @@ class Finding:
 
     def count(self, fault: Fault, line: int, earlier_line: int) -> None:
         if not self.values:
-            self.values.append(fault.other)
-        self.values.append(fault.value)
+            self.values.append(fault.other[:MOST_CHARACTERS])
+        self.values.append(fault.value[:MOST_CHARACTERS])
         self.requests += 1
         self.tokens_lost += fault.tokens_lost
         self.most_tokens_lost = max(self.most_tokens_lost, fault.tokens_lost)
@@ -215,7 +217,8 @@ def _lines(number: int, finding: Finding) -> list[str | Text]:
 
 
 def _flat(text: str) -> str:
-    return text.replace("\n", "⏎").replace("\t", "⇥")
+    text = text.replace("\n", "⏎").replace("\t", "⇥")
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 def _short(value: str) -> str:
