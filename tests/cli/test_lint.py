@@ -20,6 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 from radixkv.cli.lint.divergence import Divergence, common_length, next_run, windows
 from radixkv.cli.lint.kinds import classify, kind_of_reordering, reordered_json
+from radixkv.cli.lint.prompts import Renderer
+from radixkv.cli.lint.report import lint
+from radixkv.cli.lint.requests import LoggedRequest
+from radixkv.model.loading import load_tokenizer
 from radixkv.workloads import demo_workload
 
 Inside = Callable[..., subprocess.CompletedProcess[str]]
@@ -237,7 +241,6 @@ def test_json_in_a_text(found: Callable[..., dict[str, Any]]) -> None:
     for first, second, kind in (
         (json.dumps(one), json.dumps(two), "JSON key order"),
         (json.dumps(one), json.dumps(one, separators=(",", ":")), "whitespace"),
-        (json.dumps([4, 5, 6]), json.dumps([6, 4, 5]), "list order"),
     ):
         bodies = [chat(f"The library: {data}.{REST}", "Hi") for data in (first, second)]
         (finding,) = found(bodies)["findings"]
@@ -322,6 +325,30 @@ def test_who_comes_again_pays_once(found: Callable[..., dict[str, Any]]) -> None
     (finding,) = found(bodies)["findings"]
     # Of nine requests in three hours, the first of the second and of the third.
     assert (finding["lines"], finding["requests"]) == ([4, 7], 2)
+
+
+def test_random_logs_lose_no_more_than_they_have(tokenizer: str) -> None:
+    rng = random.Random(5)
+    words = [*QUESTIONS, REST, *UUIDS, "12:05", "2026-01-02", "Alice", "Bob", '{"a": 1, "b": [2]}',
+             '{"b": [2], "a": 1}', "7", "8", " ", "\n\n", "ü€"]  # fmt: skip
+    loaded, name = load_tokenizer(tokenizer)
+    for _ in range(60):
+        requests = []
+        for line in range(8):
+            turns = [" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(4)]
+            roles = ("system", "user", "assistant", "user")[: rng.randint(1, 4)]
+            messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
+            tools = rng.choices(TOOLS, k=rng.randint(0, 3))
+            if rng.random() < 0.3:
+                requests.append(LoggedRequest(line, (), (), " ".join(turns)))
+            else:
+                requests.append(LoggedRequest(line, tuple(messages), tuple(tools), None))
+        verdict = lint(requests, Renderer(loaded, name), 1)
+        assert verdict.shared_tokens + verdict.tokens_lost <= verdict.prompt_tokens
+        for finding in verdict.findings:
+            assert finding.tokens_lost >= finding.requests
+            # Whoever comes first can have lost nothing.
+            assert 0 not in finding.lines
 
 
 # -- forms of a log --------------------------------------------------------------------------------
@@ -500,6 +527,11 @@ def test_kinds_of_differences() -> None:
 def test_json_that_does_not_say_the_same() -> None:
     assert kind_of_reordering({"a": 1}, {"a": 1.0}) is None
     assert kind_of_reordering([1, 2, 2], [2, 1, 1]) is None
+    # The order of a list may be what it says.
+    assert kind_of_reordering([4, 5, 6], [6, 4, 5]) is None
+    assert kind_of_reordering([{"name": "a"}, {"name": "b"}], [{"name": "b"}, {"name": "a"}]) == (
+        "tool order"
+    )
     assert reordered_json('x {"a": 1} y', 'x {"a": 2} y', 8) is None
     assert reordered_json("x {a} y", "x {b} y", 3) is None
 

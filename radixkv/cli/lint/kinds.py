@@ -41,6 +41,8 @@ _ENCLOSING = " \n\t.,:;!?\"'()[]{}<>"
 
 # How far around a difference words are looked at, in characters.
 _AROUND = 48
+# A longer difference is no stamp; the expressions above would take long over it.
+_MOST_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ def classify(left: str, right: str, start: int, left_end: int, right_end: int) -
     ):
         behind += 1
     shown = left[line : left_end + behind], right[line : right_end + behind]
-    lefts, rights = ([*_VOLATILE.finditer(text)] for text in shown)
-    if _skeleton(shown[0]) == _skeleton(shown[1]):
-        pairs = [pair for pair in zip(lefts, rights, strict=True) if pair[0][0] != pair[1][0]]
+    short = max(map(len, shown)) <= _MOST_CHARACTERS
+    if short and _skeleton(shown[0]) == _skeleton(shown[1]):
+        matches = zip(*map(_VOLATILE.finditer, shown), strict=True)
+        pairs = [pair for pair in matches if pair[0][0] != pair[1][0]]
         if pairs:
             first, last = pairs[0], pairs[-1]
             kinds = dict.fromkeys(NAMES.get(str(m.lastgroup), str(m.lastgroup)) for m, _ in pairs)
@@ -153,14 +156,17 @@ def reordered_json(left: str, right: str, place: int) -> Reordering | None:
 
 
 def kind_of_reordering(left: Any, right: Any) -> str | None:
-    """How two values that say the same are written differently; None if they do not."""
+    """How two values that say the same are written differently; None if they do not.
+
+    Of lists only those of tools say the same in any order.
+    """
     if _canonical(left) == _canonical(right):
         written = json.dumps(left) == json.dumps(right)
         return "whitespace" if written else "JSON key order"
-    if isinstance(left, list) and isinstance(right, list) and same_items(left, right):
-        tools = all(isinstance(item, dict) and {"function", "name"} & item.keys() for item in left)
-        return "tool order" if tools else "list order"
-    return None
+    if not (isinstance(left, list) and isinstance(right, list) and same_items(left, right)):
+        return None
+    tools = all(isinstance(item, dict) and {"function", "name"} & item.keys() for item in left)
+    return "tool order" if tools else None
 
 
 def same_items(left: Sequence[Any], right: Sequence[Any]) -> bool:

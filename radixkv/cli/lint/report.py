@@ -25,7 +25,6 @@ ADVICE = {
     "number": "Put it behind what is common.",
     "user name": "Put it behind what is common, into the user's first message.",
     "tool order": "Send tools in one order, sorted by name.",
-    "list order": "Write the list in one order.",
     "JSON key order": "Write JSON with sorted keys.",
     "whitespace": "Write it in one way.",
     "text": "Put what is common first, and what changes behind it.",
