@@ -105,7 +105,10 @@ class EvictionQueue:
         while self._expiring and self._expiring[0][0] <= now:
             self.put(self._expiring[0][2])
 
+    def leaves(self) -> list[RadixNode]:
+        """All evictable leaves, in no order; O(n)."""
+        return [entry[-1] for entry in self._heap if entry[-1] is not None]
+
     def nodes(self) -> list[RadixNode]:
         """All evictable leaves, the next victim first; O(n log n)."""
-        nodes: list[RadixNode] = [entry[-1] for entry in self._heap if entry[-1] is not None]
-        return sorted(nodes, key=lambda node: (self._current_key(node), node.serial))
+        return sorted(self.leaves(), key=lambda node: (self._current_key(node), node.serial))

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import radixkv
+from radixkv.cli.bench.app import app as bench_app
+from radixkv.cli.tools import inspect, lint
 from radixkv.errors import ConfigError, RadixKVError, RequestError
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Any Hugging Face decoder over one paged KV cache that a radix tree organises.",
 )
+
+app.add_typer(bench_app, name="bench")
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="demo, a hub name, a folder or a GGUF file.")
@@ -151,6 +155,10 @@ def generate(
         run_prompts(options.load, prompt, params)
     elif prompts is not None and output is not None:
         run_file(options.load, prompts, output, params)
+
+
+app.command()(inspect)
+app.command()(lint)
 
 
 def _show_version(wanted: bool) -> None:

@@ -35,6 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ROLES = ("system", "user", "assistant", "tool")
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+_TEXT_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _LENGTH_NAMES = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length")
 _CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
@@ -125,6 +126,24 @@ def load_model(
         vocab_size=text_config.vocab_size,
         dtype=model.dtype,
     )
+
+
+def load_tokenizer(
+    source: str | Path, *, progress: Progress | None = None
+) -> tuple[PreTrainedTokenizerBase, str]:
+    """A model's tokenizer without its weights, and its name; ``source`` as for `load_model`.
+
+    Raises
+    ------
+    ModelLoadError
+        When the model cannot be found, fetched or read, or brings no tokenizer.
+    """
+    folder, name = _folder_of(source, progress, _TEXT_FILES)
+    with quiet_transformers():
+        tokenizer = _read_tokenizer(folder)
+    if tokenizer is None:
+        raise ModelLoadError(f"{folder} holds no tokenizer")
+    return tokenizer, name
 
 
 def load_on(
@@ -235,7 +254,9 @@ def is_native(dtype: torch.dtype) -> bool:
     return dtype is not torch.float16
 
 
-def _folder_of(source: str | Path, progress: Progress | None) -> tuple[Path, str]:
+def _folder_of(
+    source: str | Path, progress: Progress | None, hub_files: Sequence[str] = _HUB_FILES
+) -> tuple[Path, str]:
     """The checkpoint folder behind a source, and the model's name."""
     if source == "demo":
         return demo_model_path(progress), DEMO_NAME
@@ -246,15 +267,15 @@ def _folder_of(source: str | Path, progress: Progress | None) -> tuple[Path, str
         return converted_gguf(path, progress), path.stem
     if isinstance(source, Path) or source.endswith(".gguf") or source.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no folder or file {path}")
-    return _from_hub(source), source
+    return _from_hub(source, hub_files), source
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     copies = ["*/*", "consolidated*"]  # the same weights in other formats
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=copies))
+        return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=copies))
     except Exception as error:
         raise ModelLoadError(
             f"cannot find the model {name!r}: there is no folder or file of that name, and neither "

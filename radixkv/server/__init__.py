@@ -17,5 +17,6 @@ kv_events    what is cached, published over ZMQ; imported only if asked for
 kv_wire      the form in which it is
 health       whether the server lives, and takes requests
 contexts     contexts over HTTP: open, grow, branch and join them
+tree         the tree as JSON
 app          create_app: the application, of these routers
 """

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import radixkv
-from radixkv.server import failures, health
+from radixkv.server import failures, health, tree
 from radixkv.server.contexts import routes as contexts
 from radixkv.server.metrics import route as metrics
 from radixkv.server.record import Records
@@ -32,5 +32,6 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(health.router)
     app.include_router(metrics.router)
     app.include_router(contexts.router)
+    app.include_router(tree.router)
     app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     return app

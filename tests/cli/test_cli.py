@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -19,8 +18,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from radixkv.cli import main
 
 Inside = Callable[..., subprocess.CompletedProcess[str]]
 SCRIPT = Path(sys.executable).with_name("radixkv")
@@ -74,23 +71,6 @@ def radixkv(
         env=ENVIRONMENT,
         check=False,
     )
-
-
-@pytest.fixture
-def inside(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The same as `radixkv` within this process: importing torch anew takes seconds."""
-
-    def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ending:
-            main(list(arguments))
-        out, err = capfd.readouterr()
-        return subprocess.CompletedProcess(arguments, int(str(ending.value.code)), out, err)
-
-    return call
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
@@ -222,7 +202,19 @@ def test_a_reader_that_leaves(model: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["chat"], ["generate"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["demo"],
+        ["chat"],
+        ["generate"],
+        ["bench"],
+        ["bench", "serve"],
+        ["inspect"],
+        ["lint"],
+    ],
+)
 def test_help_fits_a_screen(
     command: list[str], inside: Inside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
