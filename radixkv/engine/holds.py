@@ -8,6 +8,8 @@ So any number of holds may stand open, and none can ever block the engine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from radixkv.cache import PrefixCache, Retention, Sequence, TokenIds
 
 
@@ -37,6 +39,10 @@ class Holds:
 
     def __len__(self) -> int:
         return len(self._idle)
+
+    def __iter__(self) -> Iterator[Hold]:
+        """Those that stand, used longest ago first."""
+        return iter(self._idle)
 
     # -- for requests ----------------------------------------------------------------------------
 

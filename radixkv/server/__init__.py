@@ -18,5 +18,6 @@ kv_wire      the form in which it is
 health       whether the server lives, and takes requests
 contexts     contexts over HTTP: open, grow, branch and join them
 tree         the tree as JSON
+page         the tree, the pool and the requests, live, at ``/``
 app          create_app: the application, of these routers
 """

@@ -11,6 +11,7 @@ import radixkv
 from radixkv.server import failures, health, tree
 from radixkv.server.contexts import routes as contexts
 from radixkv.server.metrics import route as metrics
+from radixkv.server.page import routes as page
 from radixkv.server.record import Records
 from radixkv.server.service import Service
 
@@ -33,5 +34,6 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(metrics.router)
     app.include_router(contexts.router)
     app.include_router(tree.router)
+    page.install(app, service)
     app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     return app
