@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
@@ -76,9 +76,6 @@ async def watch(feed: TheFeed) -> StreamingResponse:
 
 
 @router.get("/page/nodes/{serial}", dependencies=Protected)
-async def node(serial: int, feed: TheFeed) -> dict[str, Any]:
-    """The tokens of one node that is shown now."""
-    found = await feed.spell_node(serial)
-    if found is None:
-        raise HTTPException(404, f"node {serial} is not in the tree any more, or is not shown")
-    return found
+async def node(serial: int, feed: TheFeed) -> dict[str, Any] | None:
+    """The tokens of one node; null if it has just gone, which is no fault of who asked."""
+    return await feed.spell_node(serial)

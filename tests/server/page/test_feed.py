@@ -121,8 +121,7 @@ def test_one_node_is_spelled_token_by_token(serve: Serve) -> None:
         assert found["ids"] == service.llm.tokenize(text)
         assert len(found["blocks"]) == blocks == 3
         missing = httpx.get(f"{url}/page/nodes/999999")
-        assert missing.status_code == 404
-        assert "not in the tree any more" in missing.json()["error"]["message"]
+        assert (missing.status_code, missing.json()) == (200, None)
 
 
 def wait_for(good: Callable[[], bool]) -> None:
@@ -194,7 +193,7 @@ def test_a_protected_page_shows_itself_and_no_data_without_a_key(serve: Serve) -
             assert refused.status_code == 401
             assert refused.json()["error"]["type"] == "authentication_error"
     headers = {"Authorization": "Bearer right"}
-    assert httpx.get(f"{url}/page/nodes/1", headers=headers).status_code == 404
+    assert httpx.get(f"{url}/page/nodes/1", headers=headers).status_code == 200
     with httpx.stream("GET", f"{url}/page/feed", headers=headers, timeout=30) as response:
         assert response.status_code == 200
         assert next(events_of(response.iter_lines()))[1]["needs_key"] is True

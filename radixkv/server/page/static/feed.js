@@ -55,11 +55,24 @@ export async function* eventsOf(response) {
 
 const pause = (milliseconds) => new Promise((resolve) => { setTimeout(resolve, milliseconds); });
 
-/** Hand each part of each snapshot to its function, for as long as the page stands. */
+/** Resolves once somebody can see the page. */
+async function seen() {
+  while (document.visibilityState === "hidden") {
+    await new Promise((resolve) => { document.addEventListener("visibilitychange", resolve, { once: true }); });
+  }
+}
+
+/** Hand each part of each snapshot to its function, for as long as somebody can see the page. */
 export async function follow(parts, onState) {
+  let leaving = new AbortController();
+  const leave = () => leaving.abort();
+  addEventListener("pagehide", leave);
+  document.addEventListener("visibilitychange", () => { if (document.visibilityState === "hidden") leave(); });
   for (let wait = 500; ; wait = Math.min(wait * 2, 10_000)) {
+    await seen();
+    leaving = new AbortController();
     try {
-      const response = await fetch("/page/feed", { headers: headers(), cache: "no-store" });
+      const response = await fetch("/page/feed", { headers: headers(), cache: "no-store", signal: leaving.signal });
       if (response.status === 401) {
         onState("locked");
         await askForKey();
@@ -73,7 +86,7 @@ export async function follow(parts, onState) {
         parts[event]?.(JSON.parse(data));
       }
     } catch (error) {
-      if (!(error instanceof TypeError)) console.warn("radixkv:", error.message);
+      if (!(error instanceof TypeError) && error.name !== "AbortError") console.warn("radixkv:", error.message);
     }
     onState("lost");
     await pause(wait);

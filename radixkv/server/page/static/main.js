@@ -2,6 +2,7 @@
 
 import { follow } from "./feed.js";
 import * as figures from "./figures.js";
+import { count } from "./numbers.js";
 import * as panels from "./panels.js";
 import * as playground from "./playground.js";
 import * as pool from "./pool.js";
@@ -21,7 +22,7 @@ const parts = {
   },
   tree(part) {
     const hidden = part.nodes.reduce((total, row) => total + row.at(-1), 0);
-    treeNote = `${part.nodes.length} nodes${hidden ? ` shown, and more below ${hidden} that are not` : ""}`;
+    treeNote = count(part.nodes.length, "node") + (hidden ? `, ${count(hidden, "more branch", "more branches")} not sent` : "");
     byId("tree-note").textContent = treeNote;
     tree.update(part, null);
   },
