@@ -28,6 +28,7 @@ SHORT: dict[str, tuple[tuple[str, ...], bool]] = {
     "programs": (("--runs", "50"), False),
     "planner": (("--runs", "20"), False),
     "observing": (("--runs", "20"), False),
+    "page": (("--runs", "10"), False),
     "memory": (("--prompts", "2", "--scale", "8"), False),
     "shared_prompt": (("--turns", "1", "--conversations", "2", "--max-tokens", "8"), False),
     "startup": (("--short",), True),

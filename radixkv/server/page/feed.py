@@ -128,7 +128,7 @@ class Feed:
         snapshot = await self._service.worker.call(self._look.take)
         if snapshot is None:
             return
-        parts, seconds = await self._service.on_texts(lambda _: self._encode(snapshot))
+        parts, seconds = await self._service.on_texts(lambda _: encode(snapshot, self._labels))
         self.cpu_seconds += snapshot.cpu_seconds + seconds
         self.num_snapshots += 1
         for name, data in parts.items():
@@ -139,12 +139,6 @@ class Feed:
     def _wake(self) -> None:
         for changed in self._watchers:
             changed.set()
-
-    def _encode(self, snapshot: Snapshot) -> tuple[dict[str, bytes], float]:
-        begin = time.thread_time()
-        described = describe(snapshot, self._labels)
-        parts = {name: to_json(part) for name, part in described.items()}
-        return parts, time.thread_time() - begin
 
     # -- one node --------------------------------------------------------------------------------
 
@@ -174,6 +168,13 @@ class Feed:
 def _ids_as_text(ids: list[int]) -> str:
     """Stands in where a model has no tokenizer."""
     return "".join(f"{token} " for token in ids)
+
+
+def encode(snapshot: Snapshot, labels: Labels) -> tuple[dict[str, bytes], float]:
+    """A snapshot's parts as JSON, with texts, and the CPU seconds that took."""
+    begin = time.thread_time()
+    parts = {name: to_json(part) for name, part in describe(snapshot, labels).items()}
+    return parts, time.thread_time() - begin
 
 
 def event(name: str, data: bytes) -> bytes:

@@ -38,7 +38,7 @@ class Holder:
     name : str
         The request's id, with the continuation's number behind a slash where there are several.
     kind : str
-        "request" or "context".
+        "request" or "context"; a context's sequence stays when its request has ended.
     ends_at : int
         Serial of the node at which it ends; 0 if it holds no full block of the tree.
     num_tokens, num_computed, num_blocks, num_own : int
@@ -213,7 +213,8 @@ def _holders(llm: LLM) -> list[Holder]:
                 name += f"/{branch.index}"
             num_generated = len(branch.stream.token_ids)
             text = branch.stream.text[-120:] if num_generated else None
-            holders.append(_holder(sequence, name, "request", num_generated, text))
+            kind = "request" if request.hold is None else "context"
+            holders.append(_holder(sequence, name, kind, num_generated, text))
     contexts = []
     for hold in llm.engine.scheduler.holds:
         if hold.sequence is not None:

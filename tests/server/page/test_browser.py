@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,15 +18,11 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from radixkv.decoding import SamplingParams
+from radixkv.engine import Request, TokenDelta
 from radixkv.llm import LLM
 from radixkv.server.service import Service
 
 Serve = Callable[..., tuple[str, Service]]
-needs_contexts = pytest.mark.skipif(
-    importlib.util.find_spec("radixkv.server.contexts") is None,
-    reason="this server has no contexts over HTTP",
-)
-
 
 class Page:
     """The page as a user has it."""
@@ -96,6 +92,16 @@ def run(service: Service, text: str, **settings: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(begin(), loop).result(30)
 
 
+class Slow:
+    """An observer that keeps steps as long as a real model's, so that there is time to look."""
+
+    def stepped(self, llm: LLM, deltas: list[TokenDelta], seconds: float) -> None:
+        time.sleep(0.02)
+
+    def ended(self, request: Request) -> None:
+        """Nothing of it is wanted."""
+
+
 def finish(service: Service, answer: Any) -> None:
     loop = service.worker._loop
     assert loop is not None
@@ -128,23 +134,24 @@ def test_the_tree_grows_while_a_request_streams(serve: Serve, page: Page) -> Non
     page.open(url)
     assert page.chrome.title == "tiny · radixkv"
     assert page.one("#tree-empty").is_displayed()
-    answer = run(service, "once upon a time there was a tree", max_tokens=440)
+    service.worker._observers.append(Slow())
+    answer = run(service, "once upon a time there was a tree", max_tokens=160)
     page.until(lambda: page.names("holder"))
     assert page.names("holder")[0].startswith("sequence once upo, ")
     first = page.until(lambda: page.names("node"))[0]
     assert first.startswith("once upon a time there w;")
     assert "held by 1 sequence" in first
     page.until(lambda: page.one("#running").text == "1 running")
-    page.until(lambda: "in 20 blocks" in page.names("node")[0])
+    assert int(page.one("#count-both").text) < 10
     finish(service, answer)
     page.until(lambda: not page.names("holder"))
     page.until(lambda: page.one("#running").text == "0 running")
-    assert "held by nobody" in page.names("node")[0]
-    page.until(lambda: page.one("#tokens-note").text == "440 generated in all")
+    assert "in 12 blocks, held by nobody" in page.names("node")[0]
+    page.until(lambda: page.one("#tokens-note").text == "160 generated in all")
     assert page.one("#ttft").text.endswith("ms")
     assert page.one("#itl").text.endswith("ms")
-    page.until(lambda: page.one("#count-cached").text == "30")
-    assert page.one("#count-free").text == "226"
+    page.until(lambda: page.one("#count-cached").text == "12")
+    assert page.one("#count-free").text == "244"
 
 
 def test_what_is_shared_and_what_parts_is_drawn_so(serve: Serve, page: Page) -> None:
@@ -341,9 +348,9 @@ def test_a_protected_page_asks_for_the_key(serve: Serve, page: Page) -> None:
     page.js("sessionStorage.clear()")
 
 
-@needs_contexts
 def test_a_chat_forks_into_four_and_joins(serve: Serve, page: Page) -> None:
-    url, _ = serve(1024)
+    url, service = serve(1024)
+    service.worker._observers.append(Slow())
     page.open(url)
     page.one("#play-text").clear()
     page.one("#play-text").send_keys("Say something that may go four ways.", Keys.ENTER)
@@ -369,9 +376,9 @@ def test_a_chat_forks_into_four_and_joins(serve: Serve, page: Page) -> None:
     assert page.one("#play-said").text == ""
 
 
-@needs_contexts
 def test_who_leaves_the_playground_leaves_nothing(serve: Serve, page: Page) -> None:
     url, service = serve(1024)
+    service.worker._observers.append(Slow())
     page.open(url)
     page.one("#play-go").click()
     page.until(lambda: len(page.names("holder")) == 4)

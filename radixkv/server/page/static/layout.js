@@ -38,6 +38,23 @@ function wanted(nodes, all) {
   return new Set(order.slice(0, MOST_AT_FIRST).map((node) => node.id));
 }
 
+/**
+ * How much hangs below each node, in powers of four: what is slight stands near its parent, and
+ * what is alike stays in the order in which it came, so that rows seldom change places.
+ */
+function measure(children, spaces) {
+  const weigh = (id) => {
+    let weight = 1;
+    for (const child of children.get(id) ?? []) {
+      const below = weigh(child.id);
+      child.bulk = Math.floor(Math.log2(below) / 2);
+      weight += below;
+    }
+    return weight;
+  };
+  spaces.forEach((_, space) => weigh(`r${space}`));
+}
+
 function widthOf(item) {
   if (item.kind === "node") return Math.round(Math.min(90 + 80 * Math.sqrt(item.blocks), 1200));
   if (item.kind === "holder") return item.text ? 250 : 170;
@@ -61,7 +78,8 @@ export function layOut(spaces, nodes, holders, view) {
   const add = (id, item) => { children.get(id)?.push(item) ?? children.set(id, [item]); };
   const parentId = (item) => (bySerial.has(item.above) ? `n${item.above}` : `r${item.space}`);
   for (const node of nodes) add(parentId(node), node);
-  for (const siblings of children.values()) siblings.sort((a, b) => a.created - b.created || a.serial - b.serial);
+  measure(children, spaces);
+  for (const siblings of children.values()) siblings.sort((a, b) => a.bulk - b.bulk || a.created - b.created || a.serial - b.serial);
   const atNode = new Map();
   for (const holder of holders) {
     const id = parentId(holder);

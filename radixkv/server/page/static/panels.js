@@ -154,8 +154,8 @@ let removals = [];
 
 const BECAUSE = {
   evicted: (its) => `${its.ephemeral ? "ephemeral, " : ""}unused for ${duration(its.unused)}`,
-  superseded: () => "a longer block has the same beginning",
-  withdrawn: (its) => (its.tokens < blockSize ? "its holder goes on writing in it" : "its KV is not to be trusted"),
+  superseded: () => "a longer one begins alike",
+  withdrawn: (its) => (its.tokens < blockSize ? "its holder writes on in it" : "its KV is not to be trusted"),
   reset: () => "the cache was reset",
 };
 

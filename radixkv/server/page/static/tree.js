@@ -104,6 +104,7 @@ function draw() {
   if (selected && !byId.has(selected)) selected = null;
   const now = serverNow();
 
+  if (!before.size && drawing.width > scroller.clientWidth) zoom = Math.max(scroller.clientWidth / drawing.width, 0.65);
   scale();
   document.getElementById("tree-empty").hidden = drawing.items.length > 0;
   // Held ones last, so that they lie above the others' trunks.
