@@ -24,6 +24,7 @@ from radixkv.server.service import Service
 
 Serve = Callable[..., tuple[str, Service]]
 
+
 class Page:
     """The page as a user has it."""
 
@@ -135,6 +136,11 @@ def test_the_tree_grows_while_a_request_streams(serve: Serve, page: Page) -> Non
     assert page.chrome.title == "tiny · radixkv"
     assert page.one("#tree-empty").is_displayed()
     service.worker._observers.append(Slow())
+    page.js(
+        "const count = document.querySelector('#count-both'); window.seen = [];"
+        "new MutationObserver(() => window.seen.push(Number(count.textContent)))"
+        ".observe(count, {childList: true})"
+    )
     answer = run(service, "once upon a time there was a tree", max_tokens=160)
     page.until(lambda: page.names("holder"))
     assert page.names("holder")[0].startswith("sequence once upo, ")
@@ -142,11 +148,13 @@ def test_the_tree_grows_while_a_request_streams(serve: Serve, page: Page) -> Non
     assert first.startswith("once upon a time there w;")
     assert "held by 1 sequence" in first
     page.until(lambda: page.one("#running").text == "1 running")
-    assert int(page.one("#count-both").text) < 10
     finish(service, answer)
     page.until(lambda: not page.names("holder"))
     page.until(lambda: page.one("#running").text == "0 running")
     assert "in 12 blocks, held by nobody" in page.names("node")[0]
+    grown = [count for count in page.js("return window.seen") if count]
+    assert len(set(grown)) >= 3
+    assert grown == sorted(grown)
     page.until(lambda: page.one("#tokens-note").text == "160 generated in all")
     assert page.one("#ttft").text.endswith("ms")
     assert page.one("#itl").text.endswith("ms")
