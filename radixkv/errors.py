@@ -4,7 +4,8 @@ RadixKVError
 ├── ConfigError (ValueError)              a setting that cannot work
 ├── RequestError (ValueError)             a request refused at the door
 │   ├── PromptTooLongError                longer than the model or the pool allows
-│   └── UnsupportedParameterError         a parameter we do not know or do not have
+│   ├── UnsupportedParameterError         a parameter we do not know or do not have
+│   └── ModelNotFoundError                a model that the server does not serve
 ├── OutOfBlocksError                      the pool cannot give that many blocks now
 ├── SequenceClosedError                   a released sequence was used again
 ├── ContextError                          a context cannot do that now
@@ -45,6 +46,10 @@ class PromptTooLongError(RequestError):
 
 class UnsupportedParameterError(RequestError):
     """A parameter that is not known here; the message names the nearest one that is."""
+
+
+class ModelNotFoundError(RequestError):
+    """A request for a model that is not served here; the message names the one that is."""
 
 
 class OutOfBlocksError(RadixKVError):

@@ -1,4 +1,4 @@
-"""The command line: ``radixkv demo | chat | generate | bench | inspect | lint``."""
+"""The command line: ``radixkv demo | chat | generate | serve | bench | inspect | lint``."""
 
 from radixkv.cli.app import main
 

@@ -15,6 +15,7 @@ import typer
 
 import radixkv
 from radixkv.cli.bench.app import app as bench_app
+from radixkv.cli.serve import serve
 from radixkv.cli.tools import inspect, lint
 from radixkv.errors import ConfigError, RadixKVError, RequestError
 
@@ -159,6 +160,7 @@ def generate(
 
 app.command()(inspect)
 app.command()(lint)
+app.command()(serve)
 
 
 def _show_version(wanted: bool) -> None:

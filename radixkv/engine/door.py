@@ -69,6 +69,16 @@ class Door:
         self._grammar(params)
         return tokens
 
+    def room(self, prompt: int, branches: int) -> int:
+        """The largest ``max_tokens`` that `check` lets a prompt of so many tokens have, 1 or more.
+
+        Where there is no room at all, `check` refuses that one token and says why.
+        """
+        num_blocks, size = self.pool
+        shared = prompt // size if branches > 1 else 0
+        longest = (shared + (num_blocks - shared) // branches) * size
+        return max(min(longest + 1, self.max_model_len) - prompt, 1)
+
     def make(
         self,
         prompt: Iterable[int],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from radixkv.devices import computes, resolve_device
-from radixkv.errors import ConfigError, ModelLoadError, RequestError
+from radixkv.errors import ConfigError, ModelLoadError, RequestError, UnsupportedParameterError
 from radixkv.model.demo import (
     DEMO_NAME,
     Progress,
@@ -25,6 +25,7 @@ from radixkv.model.demo import (
     one_line,
     quiet_transformers,
 )
+from radixkv.model.templates import template_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -172,7 +173,12 @@ def load_on(
 
 
 def render_chat(
-    loaded: LoadedModel, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    loaded: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The tokens of a conversation in the model's own chat format.
 
@@ -182,24 +188,43 @@ def render_chat(
     Parameters
     ----------
     messages : sequence of mappings
-        Each with a ``role`` of `ROLES` and a ``content`` string.
+        Each with a ``role`` of `ROLES` and a ``content`` string; where an assistant calls tools,
+        ``tool_calls`` may stand in its place.
     add_generation_prompt : bool
         Whether to open the assistant's turn at the end.
+    tools : sequence of mappings
+        Functions that the model may call, as JSON schemas.
+    variables : mapping, optional
+        What else the template is told, by name (``enable_thinking``, say).
 
     Raises
     ------
     RequestError
         When the messages are malformed, or the model's template is missing or refuses them.
+    UnsupportedParameterError
+        When the template would take no notice of the tools, or of a variable.
     """
     _check_messages(messages)
     tokenizer = loaded.tokenizer
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError(f"{loaded.name} has no chat template; send it a plain prompt instead")
+    given = dict(variables or {})
+    if tools:
+        given["tools"] = [dict(tool) for tool in tools]
+    try:
+        unread = given.keys() - template_variables(tokenizer, bool(tools)) if given else set()
+    except Exception as error:
+        raise RequestError(f"{loaded.name}'s template is broken: {one_line(error)}") from error
+    if unread:
+        names = ", ".join(sorted(unread))
+        raise UnsupportedParameterError(
+            f"{loaded.name}'s chat template takes no notice of {names}; leave it out"
+        )
     try:
         turns = [dict(message) for message in messages]
         return list(
             tokenizer.apply_chat_template(
-                turns, add_generation_prompt=add_generation_prompt, return_dict=False
+                turns, add_generation_prompt=add_generation_prompt, return_dict=False, **given
             )
         )
     except Exception as error:
@@ -214,7 +239,9 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise RequestError(f"messages[{index}] must be a dict, not {type(message).__name__}")
         if (role := message.get("role")) not in ROLES:
             raise RequestError(f"messages[{index}] has the role {role!r}, not one of {ROLES}")
-        if not isinstance(message.get("content"), str):
+        content = message.get("content")
+        calls = role == "assistant" and message.get("tool_calls")
+        if not isinstance(content, str) and not (calls and content is None):
             raise RequestError(f"messages[{index}] needs a 'content' that is a string")
 
 

@@ -15,9 +15,12 @@ logs         where these lines go
 tracing      OpenTelemetry's spans; imported only if asked for
 kv_events    what is cached, published over ZMQ; imported only if asked for
 kv_wire      the form in which it is
+limits       bodies that are too large
+openai/      OpenAI's API
 health       whether the server lives, and takes requests
 contexts     contexts over HTTP: open, grow, branch and join them
 tree         the tree as JSON
 page         the tree, the pool and the requests, live, at ``/``
 app          create_app: the application, of these routers
+run          a process that serves it, until it is told to stop
 """

@@ -58,6 +58,12 @@ class Answer:
             self._grown.clear()
             await self._grown.wait()
 
+    def take(self) -> list[Piece]:
+        """All pieces that wait; none if nothing has come since."""
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        return pieces
+
     async def end(self) -> RequestOutput:
         """Wait for the whole; pieces that were not read are dropped."""
         while self.output is None:
@@ -65,6 +71,10 @@ class Answer:
             self._grown.clear()
             await self._grown.wait()
         return self.output
+
+    def wake(self, grown: asyncio.Event) -> None:
+        """Set this event, in place of the answer's own, whenever something comes."""
+        self._grown = grown
 
     def cancel(self) -> None:
         """Have the engine end it before its next step, if it has not ended."""
@@ -77,3 +87,26 @@ class Answer:
         if output is not None:
             self.output = output
         self._grown.set()
+
+
+async def arrivals(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, list[Piece]]]:
+    """What comes of several answers, with their places; all that waits of one at a time.
+
+    A reader that is slower than the engine gets more pieces at once, not later ones. Each place
+    comes once more with no pieces when its answer has ended.
+    """
+    grown = asyncio.Event()
+    for answer in answers:
+        answer.wake(grown)
+    open_places = dict(enumerate(answers))
+    while open_places:
+        grown.clear()
+        for place, answer in list(open_places.items()):
+            ended = answer.output is not None
+            if pieces := answer.take():
+                yield place, pieces
+            if ended:
+                del open_places[place]
+                yield place, []
+        if open_places:
+            await grown.wait()

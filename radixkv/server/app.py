@@ -10,8 +10,10 @@ from fastapi import FastAPI
 import radixkv
 from radixkv.server import failures, health, tree
 from radixkv.server.contexts import routes as contexts
+from radixkv.server.limits import BodyLimit
 from radixkv.server.metrics import route as metrics
 from radixkv.server.page import routes as page
+from radixkv.server.openai import chat, completions, models, tokens
 from radixkv.server.record import Records
 from radixkv.server.service import Service
 
@@ -30,10 +32,13 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="radixkv", version=radixkv.__version__, lifespan=lifespan)
     app.state.service = service
     failures.install(app)
+    app.add_middleware(BodyLimit, most=service.config.max_body_bytes)
     app.include_router(health.router)
     app.include_router(metrics.router)
     app.include_router(contexts.router)
     app.include_router(tree.router)
     page.install(app, service)
     app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
+    for module in (chat, completions, models, tokens):
+        app.include_router(module.router)
     return app

@@ -17,6 +17,7 @@ from radixkv.errors import (
     EngineStoppedError,
     GenerationCancelledError,
     JoinError,
+    ModelNotFoundError,
     NumericalError,
     PromptTooLongError,
     QueueFullError,
@@ -30,6 +31,7 @@ from radixkv.errors import (
 STATUSES: tuple[tuple[type[RadixKVError], int, str | None], ...] = (
     (PromptTooLongError, 400, "context_length_exceeded"),
     (UnsupportedParameterError, 400, "unsupported_parameter"),
+    (ModelNotFoundError, 404, "model_not_found"),
     (RequestError, 400, None),
     (ContextClosedError, 410, "context_closed"),
     (ContextNotFoundError, 404, "context_not_found"),
@@ -50,7 +52,17 @@ def error_body(
 ) -> dict[str, Any]:
     """An error as OpenAI's clients expect it."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": sendable(message), "type": kind, "param": param, "code": code}}
+
+
+def sendable(text: str) -> str:
+    """A text that may quote what clients sent, with what is no character written out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def message_of(error: BaseException) -> str:
+    """What a client is told of an error: nothing of those that are not raised on purpose."""
+    return str(error) if isinstance(error, RadixKVError) else "internal error"
 
 
 def status_of(error: BaseException) -> tuple[int, str | None]:
@@ -66,8 +78,7 @@ def status_of(error: BaseException) -> tuple[int, str | None]:
 def body_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Status and body for what ended with this error."""
     status, code = status_of(error)
-    message = str(error) if isinstance(error, RadixKVError) else "internal error"
-    return status, error_body(status, message, code=code)
+    return status, error_body(status, message_of(error), code=code)
 
 
 def error_response(error: BaseException) -> JSONResponse:
@@ -87,7 +98,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        place = sendable(".".join(str(part) for part in first["loc"] if part != "body"))
         message = f"{place}: {first['msg']}" if place else first["msg"]
         return JSONResponse(error_body(400, message, param=place or None), 400)
 

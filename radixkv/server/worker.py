@@ -7,8 +7,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -74,6 +74,7 @@ class EngineWorker:
         self.llm = llm
         self.max_queued = max_queued
         self.num_unfinished = 0
+        self.num_reserved = 0
         self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -225,8 +226,22 @@ class EngineWorker:
         """Raise what `begin` would raise now, before it makes anything."""
         if self.draining or not self.alive:
             raise EngineStoppedError("the server is shutting down")
-        if self.num_unfinished + slots > self.max_queued:
-            raise QueueFullError(self.num_unfinished, self.max_queued)
+        taken = self.num_unfinished + self.num_reserved
+        if taken + slots > self.max_queued:
+            raise QueueFullError(taken, self.max_queued)
+
+    @contextmanager
+    def reserved(self, slots: int = 1) -> Iterator[None]:
+        """Keep places for requests that are being prepared; raises what `check_open` does.
+
+        Who waits to be tokenized counts, so that a crowd is turned away before that work.
+        """
+        self.check_open(slots)
+        self.num_reserved += slots
+        try:
+            yield
+        finally:
+            self.num_reserved -= slots
 
     async def drain(self, seconds: float) -> bool:
         """Take no more requests and wait for those that run; whether all have ended in time."""

@@ -1,0 +1,125 @@
+"""``radixkv serve``: its options. They have vLLM's names where they mean the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from radixkv.errors import ConfigError
+
+KEYS = "RADIXKV_API_KEY"
+
+MODEL, CACHE, SERVER = "Model", "Batches and cache", "Server"
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="demo, a hub name, a folder or a GGUF file.", metavar="[MODEL]")
+    ] = "demo",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL)
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)
+    ] = "auto",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call it.", rich_help_panel=MODEL)
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt and answer.", rich_help_panel=MODEL)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of requests without one.", rich_help_panel=MODEL)
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Sequences that run at a time.", rich_help_panel=CACHE)
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a step.", rich_help_panel=CACHE)
+    ] = 2048,
+    kv_memory: Annotated[
+        str, typer.Option(help="For keys and values: 2GiB, or auto.", rich_help_panel=CACHE)
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, fp8 or fp8_e5m2.", rich_help_panel=CACHE)
+    ] = "auto",
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block.", rich_help_panel=CACHE)
+    ] = 16,
+    eviction: Annotated[
+        str, typer.Option(help="lru, plain-lru, fifo or priority.", rich_help_panel=CACHE)
+    ] = "lru",
+    host: Annotated[
+        str, typer.Option(help="Address to listen at.", rich_help_panel=SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Repeatable; or {KEYS}=A,B.", rich_help_panel=SERVER),
+    ] = None,
+    isolate_keys: Annotated[
+        bool,
+        typer.Option("--isolate-keys", help="Keys share no cache.", rich_help_panel=SERVER),
+    ] = False,
+    protect_page: Annotated[
+        bool,
+        typer.Option("--protect-page", help="Page, metrics: by key.", rich_help_panel=SERVER),
+    ] = False,
+    max_queued: Annotated[
+        int, typer.Option(min=1, help="Unfinished requests, then 429.", rich_help_panel=SERVER)
+    ] = 1024,
+    context_ttl: Annotated[
+        float, typer.Option(min=0, help="Seconds an idle context lives.", rich_help_panel=SERVER)
+    ] = 300.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="For the running, at SIGTERM.", rich_help_panel=SERVER)
+    ] = 30.0,
+) -> None:
+    """Serve a model over OpenAI's API."""
+    from radixkv.llm import LLM
+    from radixkv.server.config import ServerConfig
+    from radixkv.server.run import run_server
+
+    config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=(*(api_key or ()), *_keys_of_environment()),
+        isolate_keys=isolate_keys,
+        protect_page=protect_page,
+        max_queued=max_queued,
+        context_seconds=context_ttl,
+        drain_seconds=drain_seconds,
+    )
+
+    def load() -> LLM:
+        return LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            kv_memory=kv_memory,
+            kv_dtype=kv_cache_dtype,
+            block_size=block_size,
+            eviction=eviction,
+            seed=seed,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            progress=lambda line: print(line, file=sys.stderr),
+        )
+
+    raise typer.Exit(run_server(load, config))
+
+
+def _keys_of_environment() -> list[str]:
+    """Keys that are not to be seen in a list of processes."""
+    given = os.environ.get(KEYS)
+    if given is None:
+        return []
+    keys = [key.strip() for key in given.split(",")]
+    if not all(keys):
+        raise ConfigError(f"{KEYS} holds an empty key; give keys with commas between, or unset it")
+    return keys

@@ -1,0 +1,107 @@
+"""A request's body: parsed off the event loop if it is large, and refused where it is not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from radixkv.decoding.unknown import ALIASES
+from radixkv.errors import ModelNotFoundError, UnsupportedParameterError
+from radixkv.server.keys import TheService
+from radixkv.server.service import Service
+
+LARGE_BYTES = 1 << 16
+"""From here on a body is parsed on the thread for texts: it may take milliseconds."""
+
+Schema = dict[str, Any]
+
+
+class Body(BaseModel):
+    """Base of all bodies. Values are taken as they are typed: "1" is no number here."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, json_schema_extra={"additionalProperties": False}
+    )
+
+    # What other servers or other versions of the API have, and what to say of it here.
+    hints: ClassVar[Mapping[str, str]] = {}
+
+    def refuse_unknown(self) -> None:
+        """Raise UnsupportedParameterError for what is given and is no field here."""
+        unknown = {**(self.model_extra or {})}
+        if unknown:
+            known = sorted(type(self).model_fields)
+            told = [_hint(name, known, self.hints) for name in unknown]
+            raise UnsupportedParameterError("; ".join(told))
+
+
+def _hint(name: str, known: list[str], hints: Mapping[str, str]) -> str:
+    if name in hints:
+        return f"{name!r} is not supported: {hints[name]}"
+    near = difflib.get_close_matches(name.lower(), [*known, *ALIASES], n=1, cutoff=0.6)
+    if near:
+        return f"unknown field {name!r}; did you mean {_as_field(near[0], known)!r}?"
+    return f"unknown field {name!r}; the fields are {', '.join(known)}"
+
+
+def _as_field(name: str, known: list[str]) -> str:
+    """The field behind a name that another engine has for it."""
+    return name if name in known else ALIASES[name].split(" ")[0]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
+    """A dependency that gives a request's body as ``kind``.
+
+    FastAPI would parse it on the event loop, twice over: to objects, and from these to the model.
+    """
+
+    def parse(raw: bytes) -> B:
+        try:
+            body = kind.model_validate_json(raw)
+        except ValidationError as error:
+            details = error.errors(include_url=False, include_context=False, include_input=False)
+            raise RequestValidationError(details) from None
+        body.refuse_unknown()
+        return body
+
+    async def dependency(request: Request, service: TheService) -> B:
+        raw = await request.body()
+        if len(raw) < LARGE_BYTES:
+            return parse(raw)
+        return await service.on_texts(lambda _: parse(raw))
+
+    return dependency
+
+
+def documented(kind: type[Body]) -> Schema:
+    """The body's part of a route in the OpenAPI document: ``openapi_extra`` of `parsed` routes."""
+    schema = kind.model_json_schema()
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema that stands without its definitions; none of ours refers to itself."""
+    if isinstance(schema, list):
+        return [_inlined(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(part, definitions) for name, part in schema.items()}
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Refuse a model that is not the one being served; None stands for it."""
+    if name is not None and name != service.model_name:
+        raise ModelNotFoundError(
+            f"the model {name!r} does not exist here; this server has {service.model_name!r}"
+        )

@@ -1,0 +1,169 @@
+"""A process that serves: its socket, its signals, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import uvicorn
+
+from radixkv.errors import RadixKVError
+from radixkv.llm import LLM
+from radixkv.server.app import create_app
+from radixkv.server.config import ServerConfig
+from radixkv.server.service import Service
+
+KEEP_ALIVE_SECONDS = 75
+"""An idle connection is kept this long: longer than proxies and clients keep theirs, as a rule."""
+
+LINGER_SECONDS = 3
+"""What has ended may still be read this long, by readers that are slow, when the server stops."""
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with signals left to us, and told when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+
+class _Stopper:
+    """Ends a server: gently at the first signal, at once at the second, with 1 if its engine died.
+
+    Attributes
+    ----------
+    code : int
+        The process's exit code.
+    """
+
+    def __init__(self, service: Service, server: _Server) -> None:
+        self.code = 0
+        self._service = service
+        self._server = server
+        self._tasks: list[asyncio.Task[None]] = [asyncio.create_task(self._mourn())]
+
+    def signalled(self, number: int) -> None:
+        """SIGTERM or SIGINT has come."""
+        worker = self._service.worker
+        if worker.draining:
+            sys.stdout.flush()
+            os._exit(128 + number)
+        worker.draining = True
+        print(
+            f"radixkv: stopping; {worker.num_unfinished} requests have "
+            f"{self._service.config.drain_seconds:g} s to end (again to stop at once)",
+            file=sys.stderr,
+        )
+        self._tasks.append(asyncio.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        worker = self._service.worker
+        if not await worker.drain(self._service.config.drain_seconds):
+            await worker.stop()  # What still runs ends with an error that says so.
+        self._server.should_exit = True
+
+    async def _mourn(self) -> None:
+        await self._service.worker.gone()
+        if not self._service.worker.draining:
+            print("radixkv: the engine has stopped; nothing can be served", file=sys.stderr)
+            self.code = 1
+            self._server.should_exit = True
+
+    async def close(self) -> None:
+        """End its tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def run_server(load: Callable[[], LLM], config: ServerConfig) -> int:
+    """Serve a model until a signal; the process's exit code.
+
+    Parameters
+    ----------
+    load : callable
+        Makes the LLM, once the port is known to be free.
+    config : ServerConfig
+
+    Raises
+    ------
+    RadixKVError
+        If the address cannot be listened at, or ``load`` raises it.
+    """
+    with closing(_bound(config.host, config.port)) as listener:
+        service = Service(load(), config)
+        return asyncio.run(_serve(service, listener))
+
+
+async def _serve(service: Service, listener: socket.socket) -> int:
+    settings = uvicorn.Config(
+        create_app(service),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=LINGER_SECONDS,
+    )
+    url = _url(listener, service.config.host)
+
+    def ready() -> None:
+        print(f"radixkv serves {service.model_name} at {url}", flush=True)
+
+    server = _Server(settings, ready)
+    stopper = _Stopper(service, server)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopper.signalled, number)
+    try:
+        await server.serve([listener])
+    except OSError as error:
+        raise _taken(url, error) from None
+    finally:
+        await stopper.close()
+    return stopper.code if server.started else 1
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, on which nobody is let in yet."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, number)
+    except OSError as error:
+        raise _taken(f"{host}:{port}", error) from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _taken(f"{host}:{port}", error) from None
+    return listener
+
+
+def _taken(where: str, error: OSError) -> RadixKVError:
+    reason = error.strerror or str(error)
+    return RadixKVError(f"cannot serve at {where}: {reason}; choose another --host or --port")
+
+
+def _url(listener: socket.socket, host: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listener.getsockname()[1]}"
