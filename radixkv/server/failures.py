@@ -99,7 +99,8 @@ def install(app: FastAPI) -> None:
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = sendable(".".join(str(part) for part in first["loc"] if part != "body"))
-        message = f"{place}: {first['msg']}" if place else first["msg"]
+        why = first["msg"].removeprefix("Value error, ")
+        message = f"{place}: {why}" if place else why
         return JSONResponse(error_body(400, message, param=place or None), 400)
 
     @app.exception_handler(HTTPException)
