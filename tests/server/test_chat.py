@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from clients import client_of
 from openai import AsyncOpenAI, OpenAI
 
 from radixkv.decoding import BeamSearchParams, SamplingParams
@@ -22,10 +23,6 @@ RENDERED = "<system>You answer in one word.\n<user>What is the colour of snow?\n
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
 
 Serve = Callable[..., tuple[str, Service]]
-
-
-def client_of(url: str, **settings: Any) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, **settings)
 
 
 @pytest.fixture

@@ -67,8 +67,7 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
-            details = error.errors(include_url=False, include_context=False, include_input=False)
-            raise RequestValidationError(details) from None
+            raise RequestValidationError([_telling(error)]) from None
         body.refuse_unknown()
         return body
 
@@ -79,6 +78,13 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
         return await service.on_texts(lambda _: parse(raw))
 
     return dependency
+
+
+def _telling(error: ValidationError) -> Mapping[str, Any]:
+    """What is wrong with the first field that is; of alternatives, what tells most."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    first = [its for its in details if its["loc"][:1] == details[0]["loc"][:1]]
+    return next((its for its in first if not its["type"].endswith("_type")), first[0])
 
 
 def documented(kind: type[Body]) -> Schema:
