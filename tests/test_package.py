@@ -27,7 +27,7 @@ ALLOWED = {
     "inputs": {"decoding", "engine"},
     "llm": {"devices", "inputs", "memory", "model", "attention", "cache", "decoding", "engine"}
     | {"programs"},
-    "server": {"server", "llm", "model", "cache", "decoding", "engine", "programs"},
+    "server": {"server", "inputs", "llm", "model", "cache", "decoding", "engine", "programs"},
     "devices": set(),
     "memory": set(),
     "workloads": {"workloads"},

@@ -79,9 +79,8 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve a model over OpenAI's API."""
-    from radixkv.llm import LLM
+    from radixkv.server.address import bound
     from radixkv.server.config import ServerConfig
-    from radixkv.server.run import run_server
 
     config = ServerConfig(
         host=host,
@@ -95,8 +94,12 @@ def serve(
         drain_seconds=drain_seconds,
     )
 
-    def load() -> LLM:
-        return LLM(
+    with bound(host, port) as listener:
+        # Not before: it takes seconds, and what is wrong with the address is known now.
+        from radixkv.llm import LLM
+        from radixkv.server.run import run_server
+
+        llm = LLM(
             model,
             dtype=dtype,
             device=device,
@@ -110,8 +113,7 @@ def serve(
             max_model_len=max_model_len,
             progress=lambda line: print(line, file=sys.stderr),
         )
-
-    raise typer.Exit(run_server(load, config))
+        raise typer.Exit(run_server(llm, config, listener))
 
 
 def _keys_of_environment() -> list[str]:

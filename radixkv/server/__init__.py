@@ -15,6 +15,7 @@ logs         where these lines go
 tracing      OpenTelemetry's spans; imported only if asked for
 kv_events    what is cached, published over ZMQ; imported only if asked for
 kv_wire      the form in which it is
+address      where it listens
 limits       bodies that are too large
 openai/      OpenAI's API
 health       whether the server lives, and takes requests

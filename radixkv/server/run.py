@@ -1,4 +1,4 @@
-"""A process that serves: its socket, its signals, its exit code."""
+"""A process that serves: its signals, and its exit code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import closing, contextmanager
 
 import uvicorn
 
-from radixkv.errors import RadixKVError
 from radixkv.llm import LLM
+from radixkv.server.address import taken, url_of
 from radixkv.server.app import create_app
 from radixkv.server.config import ServerConfig
 from radixkv.server.service import Service
@@ -93,23 +93,24 @@ class _Stopper:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def run_server(load: Callable[[], LLM], config: ServerConfig) -> int:
-    """Serve a model until a signal; the process's exit code.
+def run_server(llm: LLM, config: ServerConfig, listener: socket.socket) -> int:
+    """Serve a model until a signal; the process's exit code. On the main thread.
 
     Parameters
     ----------
-    load : callable
-        Makes the LLM, once the port is known to be free.
+    llm : LLM
+        Closed in the end.
     config : ServerConfig
+    listener : socket
+        As `bound` makes it; closed in the end.
 
     Raises
     ------
     RadixKVError
-        If the address cannot be listened at, or ``load`` raises it.
+        If another process was let in at the address meanwhile.
     """
-    with closing(_bound(config.host, config.port)) as listener:
-        service = Service(load(), config)
-        return asyncio.run(_serve(service, listener))
+    with closing(listener):
+        return asyncio.run(_serve(Service(llm, config), listener))
 
 
 async def _serve(service: Service, listener: socket.socket) -> int:
@@ -122,7 +123,7 @@ async def _serve(service: Service, listener: socket.socket) -> int:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LINGER_SECONDS,
     )
-    url = _url(listener, service.config.host)
+    url = url_of(listener, service.config.host)
 
     def ready() -> None:
         print(f"radixkv serves {service.model_name} at {url}", flush=True)
@@ -135,35 +136,7 @@ async def _serve(service: Service, listener: socket.socket) -> int:
     try:
         await server.serve([listener])
     except OSError as error:
-        raise _taken(url, error) from None
+        raise taken(url, error) from None
     finally:
         await stopper.close()
     return stopper.code if server.started else 1
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, on which nobody is let in yet."""
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, number)
-    except OSError as error:
-        raise _taken(f"{host}:{port}", error) from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _taken(f"{host}:{port}", error) from None
-    return listener
-
-
-def _taken(where: str, error: OSError) -> RadixKVError:
-    reason = error.strerror or str(error)
-    return RadixKVError(f"cannot serve at {where}: {reason}; choose another --host or --port")
-
-
-def _url(listener: socket.socket, host: str) -> str:
-    name = f"[{host}]" if ":" in host else host
-    return f"http://{name}:{listener.getsockname()[1]}"

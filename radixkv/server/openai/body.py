@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeVar
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from radixkv.decoding.unknown import ALIASES
 from radixkv.errors import ModelNotFoundError, UnsupportedParameterError
@@ -72,7 +74,10 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
         return body
 
     async def dependency(request: Request, service: TheService) -> B:
-        raw = await request.body()
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            raise HTTPException(400, "the client left before its body was complete") from None
         if len(raw) < LARGE_BYTES:
             return parse(raw)
         return await service.on_texts(lambda _: parse(raw))
