@@ -29,6 +29,7 @@ SHORT: dict[str, tuple[tuple[str, ...], bool]] = {
     "planner": (("--runs", "20"), False),
     "observing": (("--runs", "20"), False),
     "page": (("--runs", "10"), False),
+    "serve_overhead": (("--turns", "1", "--streams", "16", "--tokens", "64"), False),
     "memory": (("--prompts", "2", "--scale", "8"), False),
     "shared_prompt": (("--turns", "1", "--conversations", "2", "--max-tokens", "8"), False),
     "startup": (("--short",), True),

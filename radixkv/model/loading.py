@@ -221,7 +221,8 @@ def render_chat(
             f"{loaded.name}'s chat template takes no notice of {names}; leave it out"
         )
     try:
-        turns = [dict(message) for message in messages]
+        # Not None, and not missing: some templates ask for its length, others print it.
+        turns = [{**message, "content": message.get("content") or ""} for message in messages]
         return list(
             tokenizer.apply_chat_template(
                 turns, add_generation_prompt=add_generation_prompt, return_dict=False, **given

@@ -236,6 +236,7 @@ def test_the_page_runs_every_benchmark() -> None:
 
     page = runpy.run_path(str(BENCHMARKS / "__main__.py"))
     helpers = {"__main__", "measure", "plots", "serving", "workloads", "traces", "optimum"}
+    helpers |= {"stream_reader"}
     programs = {file.stem for file in BENCHMARKS.glob("*.py")} - helpers
     # Those for a GPU stand apart: docs/kernels.md says how to run them.
     assert {name for name in programs if not name.startswith("gpu")} == set(page["SHORT"])
@@ -256,3 +257,12 @@ def test_the_page_names_what_failed(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "failed: single" in done.stderr
     assert "Metadata of a full cache" in done.stdout
+
+
+def test_serve_overhead(run_main: RunMain) -> None:
+    """Every token of every stream arrives, and costs the event loop something."""
+    written = run_main("serve_overhead", "--streams", "3", "--tokens", "12", "--turns", "1")
+    medians = written["results"]["medians"]
+    assert medians["microseconds_a_token"] > 0
+    assert 1 <= medians["tokens_an_event"] <= 12
+    assert medians["bytes_a_token"] > 100

@@ -518,6 +518,30 @@ class TestRenderChat:
     def test_malformed(self, loaded: LoadedModel, messages: Any, why: str) -> None:
         assert why in failure(lambda: render_chat(loaded, messages), RequestError)
 
+    def test_calls_may_stand_for_content(self, loaded: LoadedModel) -> None:
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+        why = failure(lambda: render_chat(loaded, [HELLO, call | {"role": "user"}]), RequestError)
+        assert "messages[1] needs a 'content'" in why
+        assert render_chat(loaded, [HELLO, call])[:4] == render_chat(loaded, [HELLO])[:4]
+
+    def test_what_a_template_does_not_read_is_refused(self, loaded: LoadedModel) -> None:
+        tool = {"type": "function", "function": {"name": "f"}}
+        for given in ({"tools": [tool]}, {"variables": {"enable_thinking": False}}):
+            why = failure(lambda g=given: render_chat(loaded, [HELLO], **g), RequestError)
+            assert "tiny's chat template takes no notice of" in why
+
+    def test_what_a_template_reads_it_is_told(
+        self, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        template = "{% generation %}{{ mood }}{% endgeneration %}{% for t in tools or [] %}"
+        template += "{{ t.name }}{% if t.stop %}{% break %}{% endif %}{% endfor %}"
+        monkeypatch.setattr(loaded.tokenizer, "chat_template", template)
+        assert render_chat(loaded, [HELLO], variables={"mood": "why"}) == [7]
+        assert render_chat(loaded, [HELLO], tools=[{"name": "hello"}]) == [5]
+        monkeypatch.setattr(loaded.tokenizer, "chat_template", "{% if %}")
+        why = failure(lambda: render_chat(loaded, [HELLO], variables={"mood": 1}), RequestError)
+        assert "tiny's template is broken" in why
+
     def test_no_template(self, loaded: LoadedModel, folder: Path) -> None:
         bare = dataclasses.replace(loaded, tokenizer=None)
         assert failure(lambda: render_chat(bare, [HELLO]), RequestError) == (

@@ -12,6 +12,7 @@ from radixkv.decoding import SamplingParams
 from radixkv.engine import Request
 from radixkv.errors import EngineStoppedError, PromptTooLongError, QueueFullError, RequestError
 from radixkv.llm import LLM
+from radixkv.server.answer import arrivals
 from radixkv.server.worker import EngineWorker
 
 PROMPT = list(b"once upon a time")
@@ -207,5 +208,36 @@ def test_a_call_gives_results_and_errors(make_llm: MakeLLM) -> None:
         with pytest.raises(ZeroDivisionError):
             await worker.call(lambda llm: 1 // 0)
         assert worker.alive
+
+    with_worker(make_llm(), use)
+
+
+def test_places_that_are_kept_count(make_llm: MakeLLM) -> None:
+    async def use(worker: EngineWorker) -> None:
+        with worker.reserved(2):
+            with pytest.raises(QueueFullError, match="2 of at most 2"):
+                await worker.submit(PROMPT, GREEDY)
+            with pytest.raises(QueueFullError), worker.reserved():
+                pass
+        assert worker.num_reserved == 0
+        assert (await (await worker.submit(PROMPT, GREEDY)).end()).error is None
+        worker.draining = True
+        with pytest.raises(EngineStoppedError), worker.reserved():
+            pass
+
+    with_worker(make_llm(), use, max_queued=2)
+
+
+def test_what_waits_of_an_answer_arrives_together(make_llm: MakeLLM) -> None:
+    async def use(worker: EngineWorker) -> None:
+        ended = await worker.submit(PROMPT, GREEDY)
+        while ended.output is None:
+            await asyncio.sleep(0.001)
+        running = await worker.submit(PROMPT[:5], GREEDY)
+        arrived = [(place, len(its)) async for place, its in arrivals([ended, running])]
+        assert arrived[:2] == [(0, 12), (0, 0)]
+        assert sum(count for place, count in arrived if place == 1) == 12
+        assert arrived[-1] == (1, 0)
+        assert [count for _, count in arrived].count(0) == 2
 
     with_worker(make_llm(), use)
