@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,7 +13,19 @@ from radixkv.errors import ConfigError
 
 KEYS = "RADIXKV_API_KEY"
 
-MODEL, CACHE, SERVER = "Model", "Batches and cache", "Server"
+MODEL, CACHE, SERVER, WATCHING = "Model", "Batches and cache", "Server", "Watching"
+
+
+class AccessLog(StrEnum):
+    """How requests are logged, to stdout."""
+
+    plain = "plain"
+    json = "json"
+    off = "off"
+
+    def as_setting(self) -> bool | Literal["json"]:
+        """As `ServerConfig` has it."""
+        return "json" if self is AccessLog.json else self is AccessLog.plain
 
 
 def serve(
@@ -77,6 +90,18 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="For the running, at SIGTERM.", rich_help_panel=SERVER)
     ] = 30.0,
+    access_log: Annotated[
+        AccessLog, typer.Option(help="A line a request, to stdout.", rich_help_panel=WATCHING)
+    ] = AccessLog.plain,
+    log_stats_seconds: Annotated[
+        float, typer.Option(min=0, help="Between lines; 0: none.", rich_help_panel=WATCHING)
+    ] = 10.0,
+    kv_events: Annotated[
+        str | None, typer.Option(help="Publish at tcp://ADDRESS.", rich_help_panel=WATCHING)
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send traces to this URL.", rich_help_panel=WATCHING)
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's API."""
     from radixkv.server.address import bound
@@ -92,11 +117,16 @@ def serve(
         max_queued=max_queued,
         context_seconds=context_ttl,
         drain_seconds=drain_seconds,
+        access_log=access_log.as_setting(),
+        log_stats_seconds=log_stats_seconds,
+        kv_events=kv_events,
+        otlp_endpoint=otlp_endpoint,
     )
 
     with bound(host, port) as listener:
         # Not before: it takes seconds, and what is wrong with the address is known now.
         from radixkv.llm import LLM
+        from radixkv.server.logs import show_logs
         from radixkv.server.run import run_server
 
         llm = LLM(
@@ -113,6 +143,7 @@ def serve(
             max_model_len=max_model_len,
             progress=lambda line: print(line, file=sys.stderr),
         )
+        show_logs(config.access_log)
         raise typer.Exit(run_server(llm, config, listener))
 
 

@@ -41,4 +41,5 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     for module in (chat, completions, models, tokens):
         app.include_router(module.router)
+    app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     return app
