@@ -12,8 +12,8 @@ from radixkv.server import failures, health, tree
 from radixkv.server.contexts import routes as contexts
 from radixkv.server.limits import BodyLimit
 from radixkv.server.metrics import route as metrics
-from radixkv.server.page import routes as page
 from radixkv.server.openai import chat, completions, models, tokens
+from radixkv.server.page import routes as page
 from radixkv.server.record import Records
 from radixkv.server.service import Service
 
@@ -38,7 +38,6 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(contexts.router)
     app.include_router(tree.router)
     page.install(app, service)
-    app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
     for module in (chat, completions, models, tokens):
         app.include_router(module.router)
     app.add_middleware(Records, reporters=service.observed.reporters)  # The last is the outermost.
