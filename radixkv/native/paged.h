@@ -21,8 +21,11 @@ namespace radixkv {
 
 constexpr int WIDE = 64;          // keys that are scored at once: four tiles
 constexpr int CHUNK = 256;        // keys between two updates of the result; a multiple of WIDE
-constexpr int HEAD_ROWS = 128;    // query rows of one KV head in a task
-constexpr int MAX_ROWS = 512;     // query rows of a task, over its KV heads
+// Rows of scores and of weights, a line longer than a power of two: else they meet in one set of
+// the cache.
+constexpr int SCORES = CHUNK + TILE, WEIGHTS = CHUNK + PAIR;
+constexpr int HEAD_ROWS = 256;    // query rows of one KV head in a task
+constexpr int MAX_ROWS = 1024;    // query rows of a task, over its KV heads
 constexpr int MAX_DIM = 256;
 constexpr int64_t SPLIT = 512;    // keys of a task where tasks are few; a multiple of CHUNK
 constexpr int ITEM_FIELDS = 5;    // first token, tokens, place of the table, first key, end of keys
@@ -62,10 +65,10 @@ struct Scratch {
   alignas(64) bf16 query[MAX_ROWS * MAX_DIM];
   alignas(64) bf16 keys[CHUNK * MAX_DIM];    // for every WIDE keys: tiles of (dimension pairs, keys)
   alignas(64) bf16 values[CHUNK * MAX_DIM];  // for every PAIR keys: tiles of (key pairs, dimensions)
-  alignas(64) float scores[TILE * CHUNK];
-  alignas(64) bf16 weights[TILE * CHUNK];
+  alignas(64) float scores[2][TILE * SCORES];
+  alignas(64) bf16 weights[2][TILE * WEIGHTS];
   alignas(64) float out[MAX_ROWS * MAX_DIM];
-  Sums sums[MAX_ROWS];
+  alignas(64) float tops[MAX_ROWS], totals[MAX_ROWS];
 };
 
 inline Scratch& own_scratch() {
@@ -131,10 +134,10 @@ inline void score(const bf16* query, const bf16* keys, int64_t count, int64_t di
       _tile_dpbf16ps(3, 4, 6);
     }
     float* to = scores + key;
-    _tile_stored(0, to, CHUNK * sizeof(float));
-    _tile_stored(1, to + TILE, CHUNK * sizeof(float));
-    _tile_stored(2, to + 2 * TILE, CHUNK * sizeof(float));
-    _tile_stored(3, to + 3 * TILE, CHUNK * sizeof(float));
+    _tile_stored(0, to, SCORES * sizeof(float));
+    _tile_stored(1, to + TILE, SCORES * sizeof(float));
+    _tile_stored(2, to + 2 * TILE, SCORES * sizeof(float));
+    _tile_stored(3, to + 3 * TILE, SCORES * sizeof(float));
   }
 }
 
@@ -149,7 +152,7 @@ inline void accumulate(const bf16* weights, const bf16* values, int64_t count, i
     _tile_loadd(3, out + d + 3 * TILE, bytes);
     for (int64_t key = 0; key < count; key += PAIR) {
       const bf16* tile = values + key * dim + d * PAIR;
-      _tile_loadd(4, weights + key, CHUNK * sizeof(bf16));
+      _tile_loadd(4, weights + key, WEIGHTS * sizeof(bf16));
       _tile_loadd(5, tile, 64);
       _tile_loadd(6, tile + TILE * PAIR, 64);
       _tile_dpbf16ps(0, 4, 5);
@@ -169,7 +172,7 @@ inline void accumulate(const bf16* weights, const bf16* values, int64_t count, i
     _tile_loadd(1, out + d + TILE, bytes);
     for (int64_t key = 0; key < count; key += PAIR) {
       const bf16* tile = values + key * dim + d * PAIR;
-      _tile_loadd(4, weights + key, CHUNK * sizeof(bf16));
+      _tile_loadd(4, weights + key, WEIGHTS * sizeof(bf16));
       _tile_loadd(5, tile, 64);
       _tile_loadd(6, tile + TILE * PAIR, 64);
       _tile_dpbf16ps(0, 4, 5);
@@ -180,40 +183,73 @@ inline void accumulate(const bf16* weights, const bf16* values, int64_t count, i
   }
 }
 
-// The scores of keys `begin` to `end` become weights, those of all others up to `count` zeros.
-// Returns the factor by which earlier results shrink.
-inline float soften(
-    float* scores, int64_t begin, int64_t end, int64_t count, float scale, Sums& sums,
+// Rows whose softmax is computed side by side, so that none waits for itself.
+constexpr int ABREAST = 4;
+
+// Scores of keys that a row does not see.
+inline void hide(float* scores, int64_t begin, int64_t end, int64_t used) {
+  begin = std::clamp<int64_t>(begin, 0, used);
+  end = std::clamp<int64_t>(end, begin, used);
+  std::fill(scores, scores + begin, NONE);
+  std::fill(scores + end, scores + used, NONE);
+}
+
+inline void maxima(const float* scores, int64_t used, float* most) {
+  __m512 top[ABREAST];
+  for (int r = 0; r < ABREAST; ++r) top[r] = _mm512_load_ps(scores + r * SCORES);
+  for (int64_t key = TILE; key < used; key += TILE)
+    for (int r = 0; r < ABREAST; ++r)
+      top[r] = _mm512_max_ps(top[r], _mm512_load_ps(scores + r * SCORES + key));
+  for (int r = 0; r < ABREAST; ++r) most[r] = _mm512_reduce_max_ps(top[r]);
+}
+
+// Scores become weights, 2 to the power of how far they lie below the top.
+inline void exponentials(
+    const float* scores, int64_t used, float scale, const float* tops, float* totals,
     bf16* weights) {
-  const int64_t used = (count + PAIR - 1) / PAIR * PAIR;
-  begin = std::max<int64_t>(begin, 0);
-  if (begin >= end) {  // A row that ends before these keys, or begins behind them.
-    std::memset(weights, 0, used * sizeof(bf16));
-    return 1.f;
+  const __m512 factor = _mm512_set1_ps(scale);
+  __m512 base[ABREAST], total[ABREAST];
+  for (int r = 0; r < ABREAST; ++r) {
+    base[r] = _mm512_set1_ps(tops[r] == NONE ? 0.f : tops[r]);
+    total[r] = _mm512_setzero_ps();
   }
-  if (begin > 0 || end < used) {
-    std::fill(scores, scores + begin, NONE);
-    std::fill(scores + end, scores + used, NONE);
-  }
-  __m512 most = _mm512_set1_ps(NONE), also = most;
   for (int64_t key = 0; key < used; key += PAIR) {
-    most = _mm512_max_ps(most, _mm512_load_ps(scores + key));
-    also = _mm512_max_ps(also, _mm512_load_ps(scores + key + TILE));
+    for (int r = 0; r < ABREAST; ++r) {
+      const float* from = scores + r * SCORES + key;
+      const __m512 a = exp2_below(_mm512_fmsub_ps(_mm512_load_ps(from), factor, base[r]));
+      const __m512 b = exp2_below(_mm512_fmsub_ps(_mm512_load_ps(from + TILE), factor, base[r]));
+      total[r] = _mm512_add_ps(total[r], _mm512_add_ps(a, b));
+      _mm512_store_si512(weights + r * WEIGHTS + key, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
   }
-  const float before = sums.top;
-  // Of scaled scores; a scale is positive.
-  sums.top = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(most, also)) * scale);
-  const __m512 factor = _mm512_set1_ps(scale), base = _mm512_set1_ps(sums.top);
-  __m512 total = _mm512_setzero_ps();
-  for (int64_t key = 0; key < used; key += PAIR) {
-    const __m512 a = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key), factor, base));
-    const __m512 b = exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key + TILE), factor, base));
-    total = _mm512_add_ps(total, _mm512_add_ps(a, b));
-    _mm512_store_si512(weights + key, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  for (int r = 0; r < ABREAST; ++r) totals[r] += _mm512_reduce_add_ps(total[r]);
+}
+
+// A tile of scores become weights; earlier results of a row shrink where its top grows.
+inline void soften(
+    float* scores, int64_t rows, int64_t used, float scale, float* tops, float* totals,
+    bf16* weights, float* out, int64_t dim) {
+  alignas(64) float most[TILE], shrink[TILE];
+  const int64_t all = (rows + ABREAST - 1) / ABREAST * ABREAST;
+  std::fill(most, most + TILE, NONE);
+  for (int64_t row = 0; row < all; row += ABREAST) maxima(scores + row * SCORES, used, most + row);
+  const __m512 before = _mm512_loadu_ps(tops);
+  // Of scaled scores; a scale is positive. In this order a top that is NaN is kept.
+  const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(most), _mm512_set1_ps(scale)));
+  const __mmask16 grown = _mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ);
+  const __m512 factor = _mm512_mask_blend_ps(
+      grown, _mm512_set1_ps(1.f), exp2_below(_mm512_sub_ps(before, now)));
+  _mm512_storeu_ps(tops, now);
+  _mm512_storeu_ps(totals, _mm512_mul_ps(_mm512_loadu_ps(totals), factor));
+  _mm512_store_ps(shrink, factor);
+  for (int64_t row = 0; row < all; row += ABREAST)
+    exponentials(scores + row * SCORES, used, scale, tops + row, totals + row, weights + row * WEIGHTS);
+  for (int64_t row = 0; row < rows; ++row) {
+    if (!(grown >> row & 1)) continue;
+    const __m512 by = _mm512_set1_ps(shrink[row]);
+    for (int64_t d = 0; d < dim; d += LANES)
+      _mm512_store_ps(out + row * dim + d, _mm512_mul_ps(by, _mm512_load_ps(out + row * dim + d)));
   }
-  const float shrink = before == sums.top ? 1.f : std::exp2(before - sums.top);
-  sums.total = sums.total * shrink + _mm512_reduce_add_ps(total);
-  return shrink;
 }
 
 inline int64_t padded(int64_t rows) { return (rows + TILE - 1) / TILE * TILE; }
@@ -274,30 +310,57 @@ inline void rows_of_head(const Inputs& in, int64_t head, int64_t count, const Ro
   for (int64_t i = count; i < whole; ++i) own.keys[i] = own.values[i] = ZEROS;
 }
 
+// A tile of query rows and how many of a chunk's keys its last one sees; none if 0.
+struct RowTile {
+  int64_t row, end, reach;
+};
+
+inline RowTile row_tile(
+    const Inputs& in, const Task& task, int64_t start, int64_t count, int64_t row) {
+  const int64_t end = std::min<int64_t>(task.tokens * in.groups, row + TILE);
+  // Positions grow along an item, or lie behind all its keys.
+  const int64_t last = in.positions[task.token + (end - 1) / in.groups] - start;
+  return {row, end, std::max<int64_t>(0, std::min(count, last + 1))};
+}
+
+inline void soften_tile(
+    const Inputs& in, const Task& task, int64_t start, int64_t base, const RowTile& tile,
+    Scratch& s, int buffer) {
+  const int64_t used = (tile.reach + PAIR - 1) / PAIR * PAIR;
+  for (int64_t row = tile.row; row < tile.end; ++row) {
+    const int64_t token = task.token + row / in.groups;
+    const int64_t begin = in.first[token] - start;
+    const int64_t end = std::min(tile.reach, in.positions[token] - start + 1);
+    if (begin > 0 || end < used)
+      hide(s.scores[buffer] + (row - tile.row) * SCORES, begin, end, used);
+  }
+  const int64_t place = base + tile.row;
+  soften(
+      s.scores[buffer], tile.end - tile.row, used, in.scale, s.tops + place, s.totals + place,
+      s.weights[buffer], s.out + place * in.value_dim, in.value_dim);
+}
+
 // Attend from a task's tokens to one chunk, for the KV head whose rows begin at `base`.
+//
+// Tiles are stored a whole tile of rows before they are read: what was stored just before would
+// have to be waited for.
 inline void attend(
     const Inputs& in, const Task& task, int64_t start, int64_t count, int64_t base, Scratch& s) {
-  const int64_t rows = task.tokens * in.groups;
-  for (int64_t first_row = 0; first_row < rows; first_row += TILE) {
-    const int64_t end_row = std::min<int64_t>(rows, first_row + TILE);
-    // Positions grow along an item, or lie behind all its keys.
-    const int64_t last = in.positions[task.token + (end_row - 1) / in.groups] - start;
-    if (last < 0) continue;
-    const int64_t reach = std::min(count, last + 1);
-    score(s.query + (base + first_row) * in.key_dim, s.keys, reach, in.key_dim, s.scores);
-    for (int64_t row = first_row; row < end_row; ++row) {
-      const int64_t token = task.token + row / in.groups, within = (row - first_row) * CHUNK;
-      const float shrink = soften(
-          s.scores + within, in.first[token] - start,
-          std::min(reach, in.positions[token] - start + 1), reach, in.scale, s.sums[base + row],
-          s.weights + within);
-      if (shrink != 1.f) {
-        float* old = s.out + (base + row) * in.value_dim;
-        for (int64_t d = 0; d < in.value_dim; ++d) old[d] *= shrink;
-      }
+  const int64_t tiles = (task.tokens * in.groups + TILE - 1) / TILE;
+  RowTile scored{}, softened{};
+  for (int64_t index = 0; index < tiles + 2; ++index) {
+    const int even = index % 2, odd = 1 - even;
+    RowTile tile{};
+    if (index < tiles) tile = row_tile(in, task, start, count, index * TILE);
+    if (tile.reach > 0)
+      score(s.query + (base + tile.row) * in.key_dim, s.keys, tile.reach, in.key_dim, s.scores[even]);
+    if (scored.reach > 0) soften_tile(in, task, start, base, scored, s, odd);
+    if (softened.reach > 0) {
+      float* out = s.out + (base + softened.row) * in.value_dim;
+      accumulate(s.weights[even], s.values, softened.reach, in.value_dim, out);
     }
-    float* out = s.out + (base + first_row) * in.value_dim;
-    accumulate(s.weights, s.values, reach, in.value_dim, out);
+    softened = scored;
+    scored = tile;
   }
 }
 
@@ -307,7 +370,8 @@ inline void run(const Inputs& in, const Task& task, Scratch& s, float* out, Sums
   for (int64_t head = 0; head < heads; ++head)
     load_query(in, task, task.head + head, s.query + head * stride * in.key_dim);
   std::fill_n(s.out, heads * stride * in.value_dim, 0.f);
-  std::fill_n(s.sums, heads * stride, Sums{});
+  std::fill_n(s.tops, heads * stride, NONE);
+  std::fill_n(s.totals, heads * stride, 0.f);
   // Two sets: the next chunk is fetched while this one is computed.
   Rows sets[2], own;
   Cursor cursor(in, task.table, task.first_key);
@@ -327,7 +391,8 @@ inline void run(const Inputs& in, const Task& task, Scratch& s, float* out, Sums
   for (int64_t head = 0; head < heads; ++head) {
     const float* from = s.out + head * stride * in.value_dim;
     std::memcpy(out + head * rows * in.value_dim, from, rows * in.value_dim * sizeof(float));
-    std::copy_n(s.sums + head * stride, rows, sums + head * rows);
+    for (int64_t row = 0; row < rows; ++row)
+      sums[head * rows + row] = {s.tops[head * stride + row], s.totals[head * stride + row]};
   }
 }
 
