@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # OpenMP's threads wait for each other by turning round, for milliseconds; where others want their
-# processors too, a step then takes several times as long. torch's OpenMP reads this when it is
-# loaded, so whoever imports torch first has to set it, as whoever wants another value may.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# processors too, a step then takes several times as long (docs/benchmarks.md). This is some 100 us,
+# as long as it takes from one operator to the next. torch's OpenMP reads it when it is loaded, so
+# whoever imports torch before this has to set it, as whoever wants another value may.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 _HOMES = {
     "EPHEMERAL": "radixkv.cache",

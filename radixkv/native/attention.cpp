@@ -7,10 +7,10 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <vector>
 
 #include "store.h"
+#include "team.h"
 
 namespace {
 
@@ -36,18 +36,15 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
   const at::TensorOptions wide = query.options().dtype(at::kFloat);
   const at::Tensor parts = at::empty({rows, in.value_dim}, wide);
   float* part = parts.mutable_data_ptr<float>();
-  std::atomic<size_t> next{0};
-  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t begin, int64_t end) {
-    Scratch& scratch = own_scratch();
+  Portions portions;
+  together([&](Member& member) {
     const TileConfig config;
-    for (int64_t worker = begin; worker < end; ++worker) {
-      _tile_loadconfig(&config);
-      for (size_t index = next++; index < tasks.size(); index = next++) {
-        const Task& task = tasks[index];
-        run(in, task, scratch, part + task.partial * in.value_dim, sums.data() + task.partial);
-      }
-      _tile_release();
-    }
+    _tile_loadconfig(&config);
+    portions.deal(tasks.size(), 1, [&](int64_t index, int64_t) {
+      const Task& task = tasks[index];
+      run(in, task, own_scratch(), part + task.partial * in.value_dim, sums.data() + task.partial);
+    });
+    _tile_release();
   });
   at::Tensor out = at::empty({tokens, heads, in.value_dim}, query.options());
   at::Tensor lse = at::empty({tokens, heads}, wide);

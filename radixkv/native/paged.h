@@ -27,7 +27,7 @@ constexpr int SCORES = CHUNK + TILE, WEIGHTS = CHUNK + PAIR;
 constexpr int HEAD_ROWS = 256;    // query rows of one KV head in a task
 constexpr int MAX_ROWS = 1024;    // query rows of a task, over its KV heads
 constexpr int MAX_DIM = 256;
-constexpr int64_t SPLIT = 512;    // keys of a task where tasks are few; a multiple of CHUNK
+constexpr int64_t PARTS = 2;      // no task takes more than a thread's share of the work over this
 constexpr int ITEM_FIELDS = 5;    // first token, tokens, place of the table, first key, end of keys
 constexpr float FLOOR = -1e30f;   // log-sum-exp of no keys at all
 constexpr float LOG2E = 1.4426950408889634f;
@@ -399,11 +399,10 @@ inline void run(const Inputs& in, const Task& task, Scratch& s, float* out, Sums
 // A range of tokens and keys of one item; its KV heads are not yet dealt out.
 struct Piece {
   int64_t token, tokens, table, first_key, end_key;
+  int64_t keys() const { return end_key - first_key; }
 };
 
-// Keys are split only where there would else be too little to do for all threads.
-inline std::vector<Piece> pieces_of(
-    const Inputs& in, const int32_t* items, int64_t count, int64_t split) {
+inline std::vector<Piece> pieces_of(const Inputs& in, const int32_t* items, int64_t count) {
   std::vector<Piece> pieces;
   const int64_t most = std::max<int64_t>(1, HEAD_ROWS / in.groups);
   for (int64_t i = 0; i < count; ++i) {
@@ -417,30 +416,36 @@ inline std::vector<Piece> pieces_of(
       }
       begin = std::max<int64_t>(begin, item[3]);
       end = std::min<int64_t>(end, item[4]);
-      for (int64_t key = begin; key < end; key += split)
-        pieces.push_back({token, tokens, item[2], key, std::min(end, key + split)});
+      if (begin < end) pieces.push_back({token, tokens, item[2], begin, end});
     }
   }
   return pieces;
 }
 
+// A key's heads lie side by side in memory and stay together, and keys are not split, but where a
+// task would be so large that other threads wait for it.
 inline std::vector<Task> cut(
     const Inputs& in, const int32_t* items, int64_t count, int64_t threads, int64_t& partials) {
-  const int64_t wanted = threads == 1 ? 1 : 4 * threads;
-  std::vector<Piece> pieces =
-      pieces_of(in, items, count, std::numeric_limits<int32_t>::max());
-  if (static_cast<int64_t>(pieces.size()) < wanted) pieces = pieces_of(in, items, count, SPLIT);
-  // A key's heads lie side by side in memory: together, unless that leaves threads idle.
-  const bool together = static_cast<int64_t>(pieces.size()) >= wanted;
+  const std::vector<Piece> pieces = pieces_of(in, items, count);
+  int64_t work = 0;
+  for (const Piece& p : pieces) work += p.tokens * p.keys() * in.kv_heads;
+  const int64_t most = threads == 1 ? work : std::max<int64_t>(1, work / (PARTS * threads));
   std::vector<Task> tasks;
   partials = 0;
   for (const Piece& p : pieces) {
+    const int64_t of_head = p.tokens * p.keys();
     const int64_t fit = std::max<int64_t>(1, MAX_ROWS / padded(p.tokens * in.groups));
-    const int64_t step = together ? fit : 1;
-    for (int64_t head = 0; head < in.kv_heads; head += step) {
-      const int64_t end = std::min(in.kv_heads, head + step);
-      tasks.push_back({p.token, p.tokens, p.table, p.first_key, p.end_key, head, end, partials});
-      partials += (end - head) * p.tokens * in.groups;
+    const int64_t step = of_head * in.kv_heads > most ? 1 : fit;
+    const int64_t parts = (of_head + most - 1) / most;
+    const int64_t chunks = (p.keys() + CHUNK - 1) / CHUNK;
+    const int64_t keys = (chunks + parts - 1) / parts * CHUNK;
+    for (int64_t key = p.first_key; key < p.end_key; key += keys) {
+      const int64_t end_key = std::min(p.end_key, key + keys);
+      for (int64_t head = 0; head < in.kv_heads; head += step) {
+        const int64_t end = std::min(in.kv_heads, head + step);
+        tasks.push_back({p.token, p.tokens, p.table, key, end_key, head, end, partials});
+        partials += (end - head) * p.tokens * in.groups;
+      }
     }
   }
   return tasks;

@@ -4,8 +4,10 @@
 
 #include <ATen/Parallel.h>
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <omp.h>
-#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,8 +15,9 @@
 
 namespace radixkv {
 
-// Turning round finds out soonest; after some 10 us whoever else wants the processor may have it.
-constexpr int TURNS = 200;
+// Turning round finds out soonest; after some 100 us whoever else wants the processor may have it.
+// Yielding instead of sleeping would hand it over for whole slices of milliseconds.
+constexpr int TURNS = 6000;
 
 // One thread's place in the team.
 class Member {
@@ -22,6 +25,7 @@ class Member {
   struct Meeting {
     alignas(64) std::atomic<int> arrived{0};
     alignas(64) std::atomic<int> round{0};
+    alignas(64) std::atomic<int> asleep{0};
   };
 
   Member(Meeting& meeting, int size, int index) : size(size), index(index), meeting_(meeting) {}
@@ -30,19 +34,22 @@ class Member {
   // Wait until all have come here.
   void meet() {
     if (size == 1) return;
-    const int round = meeting_.round.load(std::memory_order_relaxed);
-    if (meeting_.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-      meeting_.arrived.store(0, std::memory_order_relaxed);
-      meeting_.round.store(round + 1, std::memory_order_release);
+    Meeting& here = meeting_;
+    const int round = here.round.load(std::memory_order_relaxed);
+    if (here.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      here.arrived.store(0, std::memory_order_relaxed);
+      here.round.store(round + 1);
+      if (here.asleep.load() > 0) futex(here.round, FUTEX_WAKE_PRIVATE, size);
       return;
     }
-    for (int turn = 0; meeting_.round.load(std::memory_order_acquire) == round; ++turn) {
-      if (turn < TURNS) {
-        _mm_pause();
-      } else {
-        sched_yield();
-      }
+    for (int turn = 0; turn < TURNS; ++turn) {
+      if (here.round.load(std::memory_order_acquire) != round) return;
+      _mm_pause();
     }
+    // Whoever ends the round sees that somebody sleeps, or this one sees that it has ended.
+    here.asleep.fetch_add(1);
+    while (here.round.load() == round) futex(here.round, FUTEX_WAIT_PRIVATE, round);
+    here.asleep.fetch_sub(1);
   }
 
   // This one's share of `total` rows or the like.
@@ -50,6 +57,11 @@ class Member {
   int64_t last(int64_t total) const { return total * (index + 1) / size; }
 
  private:
+  static void futex(std::atomic<int>& word, int operation, int value) {
+    static_assert(sizeof(word) == sizeof(int));
+    syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
+  }
+
   Meeting& meeting_;
 };
 
