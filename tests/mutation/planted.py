@@ -157,7 +157,7 @@ PLANTED = [
     Planted(
         "what others have used is forgotten with a branch",
         "tree.py",
-        "first = max(start - node.start, node.num_used, 0)",
+        "first = max(start - node.start, node.num_used)",
         "first = max(start - node.start, 0)",
         "test_eviction.py::test_only_what_was_not_used_is_forgotten_of_an_edge",
     ),
