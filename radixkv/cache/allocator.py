@@ -118,9 +118,7 @@ class BlockAllocator:
             for block in dropped:
                 del self.late[block]
 
-    def settle(self, *, failed: bool) -> None:
-        """Nothing is pending any more; what a failed step was to copy late is not copied."""
-        if failed and self.late:
-            self._orders = [order for order in self._orders if not order.after_write]
+    def settle(self) -> None:
+        """Nothing is pending any more. What a failed step was to copy late was dropped before."""
         self.late.clear()
         self.pending.clear()

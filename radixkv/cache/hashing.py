@@ -81,11 +81,13 @@ def common_prefix(left: bytes | bytearray, right: bytes | bytearray) -> int:
 def common_prefix_at(data: bytes | bytearray, offset: int, edge: bytes | bytearray) -> int:
     """Length in tokens of the common prefix of ``data[offset:]`` and ``edge``, of any length."""
     count = min(len(data) - offset, len(edge)) // TOKEN_BYTES
+    if not count:
+        return 0
     left = np.frombuffer(data, TOKEN_DTYPE, count, offset)
     right = np.frombuffer(edge, TOKEN_DTYPE, count)
     differs = left != right
-    first = int(differs.argmax()) if count else 0
-    return first if count and differs[first] else count
+    first = int(differs.argmax())
+    return first if differs[first] else count
 
 
 def check_namespace(namespace: GivenNamespace) -> Namespace:

@@ -66,13 +66,12 @@ class Match:
 
     def num_unpinned(self) -> int:
         """Matched blocks that nobody holds yet; O(unpinned nodes on the path)."""
-        node, left, count = self.node, self.num_blocks, 0
-        inside = self.node_blocks
-        while left and node is not None and not node.pins:
-            count += inside
-            left -= inside
-            node = node.parent
-            inside = len(node.blocks) if node is not None else 0
+        if self.node is None or self.node.pins:
+            return 0
+        count, above = self.node_blocks, self.node.parent
+        while above is not None and not above.pins:
+            count += len(above.blocks)
+            above = above.parent
         return count
 
 

@@ -245,7 +245,7 @@ class Sequence:
         if index < self.num_tree_blocks:
             self._cache.shorten_path(self, index)
         else:
-            allocator.release(self.table[index : index + 1])
+            allocator.release(self.table[index:])
         self.table[index] = target
 
     # -- branching -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from radixkv.cache.hashing import TOKEN_BYTES, BlockHash, Namespace
 from radixkv.cache.match import Match
 from radixkv.cache.node import RadixNode, RootNode
 from radixkv.cache.pool import BlockIds, BlockPool
-from radixkv.cache.retention import DEFAULT_RETENTION, Retention
+from radixkv.cache.retention import Retention
 from radixkv.cache.stats import Counters
 from radixkv.errors import CacheInvariantError
 
@@ -190,7 +190,7 @@ class RadixTree:
         while node.parent is not None and not node.pins:
             if node.children is None and not self.num_unheld(node):
                 return
-            first = max(start - node.start, node.num_used, 0)
+            first = max(start - node.start, node.num_used)
             below = node.children or ()
             if first >= len(node.blocks) or any(c.retention != retention for c in below):
                 return
@@ -213,9 +213,10 @@ class RadixTree:
         assert parent is not None
         assert parent.children is not None
         cut = count * self.block_bytes
-        upper = self._new_node(parent, node.tokens[:cut], node.blocks[:count], node.start)
+        tokens, blocks = node.tokens[:cut], node.blocks[:count]
+        upper = self._new_node(parent, tokens, blocks, node.start, node.retention)
         upper.created, upper.last_used, upper.used_at = node.created, node.last_used, node.used_at
-        upper.hits, upper.retention = node.hits, node.retention
+        upper.hits = node.hits
         upper.num_used = min(node.num_used, count)
         node.num_used = max(node.num_used - count, 0)
         upper.pins = 1 if node.pins else 0
@@ -233,9 +234,9 @@ class RadixTree:
         """Set a leaf's open block apart as a child, so that the leaf can have others."""
         full = self.num_full(node)
         cut = full * self.block_bytes
-        child = self._new_node(node, node.tokens[cut:], node.blocks[full:], node.start + full)
+        tokens, blocks = node.tokens[cut:], node.blocks[full:]
+        child = self._new_node(node, tokens, blocks, node.start + full, node.retention)
         child.created, child.last_used, child.used_at = node.created, node.last_used, node.used_at
-        child.retention = node.retention
         child.num_used = int(node.num_used > full)
         self.queue.discard(node)
         del node.tokens[cut:]
@@ -246,10 +247,15 @@ class RadixTree:
         self._counters.splits += 1
 
     def _new_node(
-        self, parent: RadixNode, tokens: bytearray, blocks: BlockIds[int], start: int
+        self,
+        parent: RadixNode,
+        tokens: bytearray,
+        blocks: BlockIds[int],
+        start: int,
+        retention: Retention,
     ) -> RadixNode:
         self._serial += 1
-        return RadixNode(parent, tokens, blocks, start, self.clock, self._serial, DEFAULT_RETENTION)
+        return RadixNode(parent, tokens, blocks, start, self.clock, self._serial, retention)
 
     def _add_to(self, parent: RadixNode, child: RadixNode) -> None:
         if parent.children is None:
@@ -322,8 +328,7 @@ class RadixTree:
         if isinstance(node, RootNode):
             self.roots[node.namespace] = node
         self.clock += 1
-        child = self._new_node(node, tokens, blocks, node.start + len(node.blocks))
-        child.retention = retention
+        child = self._new_node(node, tokens, blocks, node.start + len(node.blocks), retention)
         if node.parent is not None:
             child.last_used = node.last_used
         self._add_to(node, child)

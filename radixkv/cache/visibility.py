@@ -141,26 +141,23 @@ class Visibility:
 
     def settle(self) -> None:
         """The step has run: everything promised is computed."""
-        self._close_step(failed=False)
+        for sequence in self._unsettled.values():
+            sequence.num_settled = sequence.promised_from = None
+        self._unsettled.clear()
+        self._allocator.settle()
 
     def abort(self) -> None:
         """The step has failed: withdraw everything promised."""
         for sequence in list(self._unsettled.values()):
             assert sequence.num_settled is not None
             self.withdraw(sequence, sequence.num_settled)
-        self._close_step(failed=True)
-
-    def _close_step(self, *, failed: bool) -> None:
-        for sequence in self._unsettled.values():
-            sequence.num_settled = sequence.promised_from = None
-        self._unsettled.clear()
-        self._allocator.settle(failed=failed)
+        self.settle()  # Nothing is left of the step.
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence is about to be released: withdraw what was promised of it."""
+        """An unsettled sequence is about to be released: withdraw what was promised of it."""
         if sequence.promised_from is not None:
             self.withdraw(sequence, sequence.promised_from)
-        self._unsettled.pop(id(sequence), None)
+        del self._unsettled[id(sequence)]
 
     # -- taking back -----------------------------------------------------------------------------
 
@@ -189,9 +186,8 @@ class Visibility:
 
     def _take_back(self, sequence: Sequence, num_tokens: int) -> None:
         kept = num_tokens // self._tree.block_size
-        last = sequence.table[-1] if sequence.table else -1
-        if last in self._tree.open_nodes:
-            self._tree.drop_open(last)
+        if sequence.table and sequence.table[-1] in self._tree.open_nodes:
+            self._tree.drop_open(sequence.table[-1])
         if kept < sequence.num_tree_blocks:
             assert sequence.node is not None
             node = sequence.node

@@ -257,8 +257,18 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(index=picks)
     def fork(self, index: int) -> None:
         parent = self.pick(index)
-        if parent is None:
-            return
+        if parent is not None:
+            self._fork(parent)
+
+    @precondition(lambda self: not self.step_open)
+    @rule(raw=raw_tokens, length=picks)
+    def fork_half_computed(self, raw: bytes, length: int) -> None:
+        parent = self._acquire(self.tokens_from(raw), NAMESPACES[0], HINTS[0])
+        if parent is not None:
+            self._compute(parent, self._stop(parent, length, False), False)
+            self._fork(parent)
+
+    def _fork(self, parent: Sequence) -> None:
         self.saw("fork")
         waiting = parent.num_computed < parent.num_tokens
         branch = self.attempt(parent.fork)
@@ -409,6 +419,28 @@ class CacheMachine(RuleBasedStateMachine):
         second = self._acquire(prompt, first.namespace, HINTS[0])
         if second is not None and raw[0] & 1:
             self._schedule(second, second.num_tokens, include_open)
+        elif second is not None:
+            self._fork(second)
+            self._release(second, None)
+
+    @rule(raw=raw_tokens, include_open=st.booleans(), computed=st.booleans())
+    def schedule_twins(self, raw: bytes, include_open: bool, computed: bool) -> None:
+        """Two of one prompt that know nothing of each other; the first may be computed before."""
+        tokens = self.tokens_from(raw)
+        first = self._acquire(tokens, NAMESPACES[0], HINTS[0])
+        second = self._acquire(tokens, NAMESPACES[0], HINTS[0])
+        if first is None or second is None or first.closed:
+            return
+        self.saw("schedule twins")
+        if computed and not self.step_open:
+            self._compute(first, first.num_tokens, include_open)
+            if raw[0] & 1:  # What the first leaves is adopted.
+                self._release(first, None)
+                self._compute(second, second.num_tokens, include_open)
+                return
+        else:
+            self._schedule(first, first.num_tokens, include_open)
+        self._schedule(second, second.num_tokens, include_open)
 
     @precondition(lambda self: self.step_open)
     @rule()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import cached, compute, make_cache, shape
 
-from radixkv.cache import CopyOrder
+from radixkv.cache import EPHEMERAL, CopyOrder, Retention
 from radixkv.errors import ConfigError, OutOfBlocksError, RequestError, SequenceClosedError
 
 A, B, C, D = ([letter] * 4 for letter in range(1, 5))
@@ -170,6 +170,28 @@ def test_what_was_matched_is_not_evicted_for_the_rest() -> None:
     assert cache.counters.blocks_evicted == 1
 
 
+def test_all_that_is_matched_and_held_by_nobody_counts_as_held() -> None:
+    cache = make_cache(num_blocks=6)
+    cached(cache, A + B + C)
+    cached(cache, A + D)
+    cached(cache, A + B)  # three nodes on the path of A + B + C
+    clock = cache.tree.clock
+    with pytest.raises(OutOfBlocksError) as caught:
+        cache.acquire(A + B + C + [9] * 16)
+    error = caught.value
+    assert (error.needed, error.free, error.evictable, error.held) == (4, 2, 1, 3)
+    assert cache.tree.clock == clock, "refused before anything was used"
+    running = cache.acquire(A)
+    with pytest.raises(OutOfBlocksError) as caught:
+        cache.acquire(A + B + C + [9] * 16)
+    error = caught.value
+    assert (error.needed, error.free, error.evictable, error.held) == (4, 2, 1, 3)
+    taken = cache.acquire(A + B + C + [9] * 12)
+    assert (taken.num_cached, cache.match(A + D)) == (12, 4)
+    cache.release(running)
+    cache.check()
+
+
 def test_the_block_copied_from_may_be_evicted_for_the_copy() -> None:
     cache = make_cache(num_blocks=1)
     cached(cache, A)
@@ -232,6 +254,28 @@ def test_splits_are_counted() -> None:
     cached(cache, [9, 9, 9, 9, 5, 5], include_open=True)
     cached(cache, [9, 9, 9, 9, 5, 6])
     assert cache.counters.splits == 4, "open ends that were set apart count too"
+
+
+def test_what_was_released_last_goes_last() -> None:
+    cache = make_cache(num_blocks=2)
+    first, second = compute(cache, A), compute(cache, B)
+    cache.release(second)
+    cache.release(first)
+    cache.allocator.release(cache.allocator.allocate(1))
+    assert (cache.match(A), cache.match(B)) == (4, 0)
+
+
+def test_of_equally_recent_leaves_the_older_goes_first() -> None:
+    cache = make_cache()
+    sequence = compute(cache, A + B)
+    for tokens in (C, D):
+        sequence.truncate(4)
+        sequence.extend(tokens)
+        cache.commit(sequence)
+    sequence.truncate(4)
+    leaves = cache.tree.queue.nodes()
+    assert len({node.last_used for node in leaves}) == 1
+    assert [node.tokens[0] for node in leaves] == [2, 3, 4]
 
 
 def test_eviction_takes_from_the_tail() -> None:
@@ -308,6 +352,17 @@ def test_twins_keep_one_copy() -> None:
     assert cache.stats().cached_only == 2
 
 
+def test_being_shown_by_a_twin_too_is_a_use() -> None:
+    cache = make_cache()
+    first, second = cache.acquire([*A, 7]), cache.acquire([*A, 7])
+    cache.commit(first)
+    node = first.node
+    assert node is not None
+    clock = node.last_used
+    cache.commit(second, include_open=True)
+    assert (node.hits, node.last_used > clock) == (1, True)
+
+
 def test_twins_that_diverge_share_what_they_can() -> None:
     cache = make_cache()
     first, second = cache.acquire(A + B + C), cache.acquire(A + B + D)
@@ -369,6 +424,26 @@ def test_different_open_ends_stand_side_by_side() -> None:
     assert shape(cache) == [(0, 4), (1, 2), (1, 2), (1, 4)]
 
 
+def test_branches_of_one_node_share_an_open_end_or_stand_side_by_side() -> None:
+    cache = make_cache()
+    first = compute(cache, A)
+    same, shorter, other = first.fork(), first.fork(), first.fork()
+    first.extend([5, 6])
+    cache.commit(first, include_open=True)
+    assert shape(cache) == [(0, 6)]
+    same.extend([5, 6])
+    cache.commit(same, include_open=True)
+    assert same.table == first.table
+    shorter.append(5)
+    cache.commit(shorter, include_open=True)
+    assert shape(cache) == [(0, 6)]
+    other.extend([5, 7])
+    cache.commit(other, include_open=True)
+    assert shape(cache) == [(0, 4), (1, 2), (1, 2)]
+    assert {node.blocks.typecode for node in cache.tree.nodes()} == {"i"}
+    cache.check()
+
+
 def test_an_open_end_below_the_root() -> None:
     cache = make_cache()
     cached(cache, [7], include_open=True)
@@ -406,6 +481,69 @@ def test_reuse_takes_over_what_others_computed() -> None:
     (order,) = cache.take_copies()
     assert (order.target, order.num_tokens) == (waiting.table[3], 1)
     assert cache.counters.hit_tokens == 8 + 8 + 5, "the second and the third prompt, and ours"
+    cache.check()
+
+
+def test_reuse_goes_on_into_the_open_end_of_ones_own_node() -> None:
+    cache = make_cache(eviction="priority")
+    other = compute(cache, A + B)
+    waiting = cache.acquire(A + B + [5, 6, 7])
+    wanted = waiting.retention = Retention(priority=2)
+    other.extend([5, 6])
+    cache.commit(other, include_open=True)
+    assert shape(cache) == [(0, 10)]
+    node = cache.tree.open_nodes[other.table[2]]
+    clock, hits = node.last_used, node.hits
+    assert cache.reuse(waiting) == 2
+    assert cache.take_copies() == [CopyOrder(other.table[2], waiting.table[2], False, 2)]
+    assert (node.last_used > clock, node.hits) == (True, hits + 1)
+    assert node.retention is wanted
+    assert cache.counters.copied_tokens == 2
+    assert cache.reuse(waiting) == 0
+    assert cache.take_copies() == [], "no more than it has"
+    cache.check()
+
+
+def test_an_open_end_of_ones_own_node_that_is_reused_in_part_is_not_refreshed() -> None:
+    cache = make_cache()
+    first = compute(cache, A)
+    waiting = cache.acquire([*A, 5, 7])
+    first.extend([5, 6])
+    cache.commit(first, include_open=True)
+    node = cache.tree.open_nodes[first.table[1]]
+    clock = node.last_used
+    assert cache.reuse(waiting) == 1
+    assert node.last_used == clock
+    cache.check()
+
+
+def test_reuse_of_no_more_than_it_has_copies_and_refreshes_nothing() -> None:
+    cache = make_cache()
+    waiting = cache.acquire([*A, 5, 6, 7, 8, 9])
+    cache.commit(waiting, 6)
+    cached(cache, [*A, 5, 6], include_open=True)
+    cache.take_copies()
+    clock = cache.tree.clock
+    assert cache.reuse(waiting) == 0
+    assert cache.take_copies() == []
+    assert cache.tree.clock == clock
+
+
+def test_reuse_of_full_blocks_copies_nothing() -> None:
+    cache = make_cache()
+    waiting = cache.acquire(A + B)
+    cached(cache, A)
+    assert cache.reuse(waiting) == 4
+    assert cache.counters.copied_tokens == 0
+
+
+def test_after_a_reset_a_waiting_sequence_takes_nothing_over() -> None:
+    cache = make_cache()
+    waiting = cache.acquire(A + B)
+    cache.reset()
+    assert waiting.cacheable is False
+    cached(cache, A + B)
+    assert cache.reuse(waiting) == 0
     cache.check()
 
 
@@ -483,6 +621,24 @@ def test_a_fork_before_the_prompt_is_computed_gets_blocks_of_its_own() -> None:
     cache.check()
 
 
+def test_a_fork_between_two_blocks_copies_nothing_and_inherits_the_hint() -> None:
+    cache = make_cache()
+    first = cache.acquire(A + B, retention=EPHEMERAL)
+    cache.commit(first, 4)
+    second = first.fork()
+    assert second.table[1] != first.table[1]
+    assert cache.take_copies() == []
+    assert second.retention is EPHEMERAL
+
+
+def test_each_fork_and_each_copy_on_write_is_counted() -> None:
+    cache = make_cache()
+    first = compute(cache, [*A, 5])
+    for number in range(1, 4):
+        first.fork().append(6)
+        assert (cache.counters.forks, cache.counters.copies_on_write) == (number, number)
+
+
 def test_a_fork_that_does_not_fit_changes_nothing() -> None:
     cache = make_cache(num_blocks=3)
     first = cache.acquire(A + B)
@@ -508,7 +664,8 @@ def test_a_released_sequence_is_closed() -> None:
         lambda: cache.withdraw(sequence, 0),
     ]
     for call in calls:
-        with pytest.raises(SequenceClosedError, match="released"):
+        message = "^the sequence was released; acquire or fork a new one$"
+        with pytest.raises(SequenceClosedError, match=message):
             call()
     assert sequence.closed
     assert cache.match(A) == 4
@@ -599,6 +756,7 @@ def test_stats_add_up() -> None:
     assert (stats.num_blocks, stats.block_size) == (8, 4)
     assert (stats.free, stats.held_only, stats.cached_only, stats.held_and_cached) == (4, 1, 1, 2)
     assert (stats.sequences, stats.nodes, stats.cached_tokens) == (1, 3, 12)
+    assert str(stats.cached_tokens) == "12"
     assert stats.hit_rate == pytest.approx(4 / 18)
     assert stats.counters == cache.counters
     assert stats.counters is not cache.counters

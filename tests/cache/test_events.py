@@ -94,6 +94,24 @@ def test_a_withdrawal_is_said() -> None:
     assert [event.reason for event in said if isinstance(event, BlocksRemoved)] == ["withdrawn"]
 
 
+def test_why_an_open_end_went_is_said() -> None:
+    went: list[Removal] = []
+    cache = make_cache(num_blocks=4)
+    cache.watch_removals(went.append)
+    cached(cache, [*A, 7], include_open=True)
+    cached(cache, [*A, 7, 8], include_open=True)  # in its place
+    cached(cache, A + B)  # sets the open end apart
+    cached(cache, [*A, 7, 8, 9], include_open=True)
+    assert [(its.reason, len(its.tokens) // 4) for its in went] == [
+        ("superseded", 1),
+        ("superseded", 2),
+    ]
+    went.clear()
+    sequence = compute(cache, [5, 6], include_open=True)
+    sequence.append(7)  # in place, for the pool is full
+    assert [(its.reason, its.tokens) for its in went] == [("withdrawn", token_bytes([5, 6]))]
+
+
 def test_all_who_listen_hear_the_same() -> None:
     first: list[Event] = []
     second: list[Event] = []

@@ -10,7 +10,7 @@ import pytest
 from helpers import cached, compute, make_cache, shape
 
 from radixkv.cache import EPHEMERAL, FIFO, LRU, EvictionPolicy, PlainLRU, Priority, Retention
-from radixkv.cache.eviction import EvictionQueue
+from radixkv.cache.eviction import EMPTY_ENTRIES, EvictionQueue
 from radixkv.cache.node import RadixNode
 from radixkv.cache.policies import POLICIES, Key, make_policy
 from radixkv.cache.retention import DEFAULT_RETENTION, priority_at, stronger
@@ -122,6 +122,33 @@ def test_a_leaf_is_queued_once() -> None:
     queue.discard(node)
     assert len(queue) == 0
     assert node.entry is None
+
+
+@pytest.mark.parametrize(
+    ("leaves", "taken", "entries"),
+    [
+        (10, 10, 10),
+        (EMPTY_ENTRIES + 2, EMPTY_ENTRIES, EMPTY_ENTRIES + 2),
+        (EMPTY_ENTRIES + 2, EMPTY_ENTRIES + 1, 1),
+        (200, 70, 200),
+        (200, 100, 200),
+        (200, 101, 99),
+        (200, 102, 99),
+    ],
+)
+def test_empty_places_are_dropped_when_they_are_most(leaves: int, taken: int, entries: int) -> None:
+    queue = EvictionQueue(LRU())
+    nodes = [leaf(serial) for serial in range(leaves)]
+    for node in nodes:
+        queue.put(node)
+    for node in nodes[:taken]:
+        queue.discard(node)
+    assert len(queue._heap) == entries
+    assert len(queue) == leaves - taken
+    assert queue.nodes() == nodes[taken:]
+    if taken < leaves:
+        assert queue.victim() is nodes[taken]
+        assert len(queue) == leaves - taken
 
 
 def test_a_use_in_the_meantime_is_noticed() -> None:
@@ -426,6 +453,24 @@ def test_a_stronger_hint_on_release_lets_all_its_blocks_stay() -> None:
     assert [node.retention.priority for node in cache.tree.nodes()] == [2, 2]
     cached(cache, A + B, end=Retention(priority=1))
     assert [node.retention.priority for node in cache.tree.nodes()] == [2, 2]
+
+
+def test_a_hint_on_release_holds_for_the_whole_path() -> None:
+    cache = make_cache(eviction="priority")
+    cached(cache, A + C)
+    sequence = compute(cache, A + B)
+    cache.release(sequence, Retention(priority=2))
+    hints = {node.tokens[0]: node.retention.priority for node in cache.tree.nodes()}
+    assert hints == {1: 2, 2: 2, 3: 0}
+
+
+def test_both_halves_of_an_edge_know_what_was_used_of_them() -> None:
+    cache = make_cache()
+    cached(cache, A + B + C)
+    cached(cache, A + B)
+    cached(cache, A)
+    used = {node.start: (len(node.blocks), node.num_used) for node in cache.tree.nodes()}
+    assert used == {0: (1, 1), 1: (1, 1), 2: (1, 0)}
 
 
 def test_using_ephemeral_blocks_makes_them_wanted() -> None:

@@ -52,6 +52,7 @@ SITUATIONS = [
     "reuse that gained",
     "run a step",
     "schedule",
+    "schedule twins",
     "schedule two",
     "truncate",
     "truncate in the tree",

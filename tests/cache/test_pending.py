@@ -32,6 +32,8 @@ def test_requests_of_one_step_share_what_one_of_them_computes() -> None:
     cache.settle()
     cache.check()
     assert first.promised_from is first.num_settled is second.num_settled is None
+    cache.abort()
+    assert not first.withdrawn, "what was settled does not fail any more"
     cache.release(first)
     cache.release(second)
     assert cache.match(A + B) == 8
@@ -112,6 +114,23 @@ def test_a_copy_of_more_than_a_late_copy_is_late_too() -> None:
     cache.check()
 
 
+def test_only_the_late_copy_that_reaches_too_far_is_shortened() -> None:
+    cache = make_cache(num_blocks=32)
+    first = promise(cache, [*A, 5, 6, 7], include_open=True)
+    second, third = cache.acquire([*A, 5, 6]), cache.acquire([*A, 5, 6, 8])
+    full, private = cache.acquire([3] * 4), cache.acquire([4] * 5)
+    full.append(9)  # begins a block
+    private.append(9)  # goes on in one that nothing is copied into
+    third.append(9)  # goes on behind what is copied
+    second.truncate(5)
+    second.append(9)
+    assert cache.take_copies() == [
+        CopyOrder(first.table[1], second.table[1], True, 1),
+        CopyOrder(first.table[1], third.table[1], True, 2),
+    ]
+    cache.check()
+
+
 def test_an_early_copy_stays_early() -> None:
     cache = make_cache()
     cached(cache, A + B)
@@ -141,6 +160,7 @@ def test_a_failed_step_is_withdrawn_with_all_built_on_it() -> None:
     assert cache.take_copies() == [], "late copies are forgotten"
     assert cache.counters.blocks_withdrawn == 4
     assert not cache.allocator.pending
+    assert [s.num_settled for s in (first, below, beside, stranger)] == [None] * 4
     for sequence in (first, below, beside, stranger, settled):
         cache.release(sequence)
     cache.check()
@@ -179,6 +199,18 @@ def test_a_second_chunk_that_fails_leaves_the_first() -> None:
     assert sequence.num_computed == 6
 
 
+def test_a_promise_that_goes_on_another_keeps_what_was_settled_before() -> None:
+    """Tokens 4 and 5 of its second block are computed; the step computes 6 and 7, then others'."""
+    cache = make_cache()
+    first = cache.acquire(A + B + C)
+    cache.commit(first, 6)
+    cache.commit(first, 8, pending=True)
+    promise(cache, A + B + C)
+    assert cache.reuse(first) == 4
+    assert (first.num_computed, first.num_settled) == (12, 6)
+    cache.check()
+
+
 def test_two_promises_of_one_step_fail_together() -> None:
     cache = make_cache()
     sequence = cache.acquire(A + B)
@@ -210,7 +242,8 @@ def test_an_empty_promise_is_none() -> None:
 def test_a_promised_sequence_is_not_changed(change: Any) -> None:
     cache = make_cache()
     sequence = promise(cache, [*A, 5])
-    with pytest.raises(RadixKVError, match="settle or abort it first"):
+    message = "^the sequence was committed as pending: settle or abort it first$"
+    with pytest.raises(RadixKVError, match=message):
         change(sequence)
     cache.settle()
     change(sequence)
@@ -232,7 +265,8 @@ def test_a_withdrawn_sequence_is_only_good_for_release(use: Any) -> None:
     sequence = compute(cache, [*A, 5])
     cache.withdraw(sequence, 2)
     assert (sequence.num_computed, sequence.num_cached) == (2, 0)
-    with pytest.raises(RadixKVError, match="withdrawn: release it"):
+    message = "^the sequence was withdrawn: release it, acquire its tokens anew$"
+    with pytest.raises(RadixKVError, match=message):
         use(sequence)
     cache.withdraw(sequence, 0)
     assert sequence.num_computed == 0
@@ -286,6 +320,19 @@ def test_withdrawing_all_but_nothing_hides_the_open_end() -> None:
     cache.check()
 
 
+def test_withdrawing_a_sequence_without_blocks_harms_nobody() -> None:
+    cache = make_cache()
+    empty = cache.acquire(A)
+    opened = compute(cache, [5, 6], include_open=True)
+    assert opened.table.tolist() == [1]
+    empty.truncate(0)
+    cache.withdraw(empty, 0)
+    assert cache.match([5, 6]) == 2
+    assert empty.withdrawn
+    assert not opened.withdrawn
+    cache.check()
+
+
 def test_releasing_a_promise_withdraws_it() -> None:
     cache = make_cache(num_blocks=32)
     first = promise(cache, [*A, *B, 5, 6], include_open=True)
@@ -316,8 +363,13 @@ def test_releasing_who_only_leaned_on_a_promise_harms_nobody() -> None:
     assert not first.withdrawn
     assert cache.take_copies() == [], "the block may belong to another by then"
     assert target not in cache.allocator.pending
-    cache.settle()
-    assert cache.match([*A, *B, 5, 6]) == 10
+    settled = compute(cache, [9])
+    assert settled.table[0] == target
+    cache.abort()
+    cache.check()
+    assert first.withdrawn
+    assert not settled.withdrawn, "its block was another's, who had left before the step failed"
+    assert settled.num_computed == 1
 
 
 def test_releasing_a_promise_on_top_of_a_promise_harms_nobody_below() -> None:
@@ -373,6 +425,28 @@ def test_a_twin_does_not_give_up_blocks_that_the_step_writes() -> None:
     cache.release(third)
     cache.commit(second, include_open=True)
     assert second.table == first.table
+    cache.check()
+
+
+def test_a_twin_keeps_the_very_blocks_that_the_step_writes() -> None:
+    cache = make_cache()
+    first, second = cache.acquire(A), cache.acquire(A)
+    cache.commit(first)
+    mine = second.table[:]
+    cache.commit(second, pending=True)
+    assert second.table == mine
+    cache.check()
+
+
+def test_twins_are_joined_whatever_else_the_step_computes() -> None:
+    cache = make_cache()
+    first, second = compute(cache, A), cache.acquire(A + B, resumed=True)
+    twin = cache.acquire(A + B)
+    promise(cache, C)
+    cache.commit(second)
+    cache.commit(twin)
+    assert twin.table == second.table
+    assert first.table == second.table[:1]
     cache.check()
 
 

@@ -109,22 +109,30 @@ def test_an_open_block_is_counted_once_more() -> None:
 
 
 @pytest.mark.parametrize(
-    "misuse",
+    ("misuse", "message"),
     [
-        lambda pool: pool.enter_tree([2]),  # free
-        lambda pool: pool.enter_tree([1]),  # held twice
-        lambda pool: pool.enter_open(2),  # free
-        lambda pool: (pool.enter_open(0), pool.enter_open(0)),
-        lambda pool: (pool.enter_open(0), pool.release(blocks(0)), pool.enter_tree([0])),
-        lambda pool: pool.leave_tree(blocks(0)),
-        lambda pool: pool.leave_open(0),
+        (lambda pool: pool.enter_tree([2]), "2 cannot enter the tree: refcount 0, place 0"),
+        (lambda pool: pool.enter_tree([1]), "1 cannot enter the tree: refcount 2, place 0"),
+        (lambda pool: pool.enter_open(2), "2 cannot become the tree's open block"),
+        (
+            lambda pool: (pool.enter_open(0), pool.enter_open(0)),
+            "0 cannot become the tree's open block",
+        ),
+        (
+            lambda pool: (pool.enter_open(0), pool.release(blocks(0)), pool.enter_tree([0])),
+            "0 cannot enter the tree: refcount 1, place 2",
+        ),
+        (lambda pool: pool.leave_tree(blocks(0)), "0 left the tree but was not in it"),
+        (lambda pool: pool.leave_open(0), "0 is not an open block of the tree"),
     ],
 )
-def test_blocks_enter_and_leave_the_tree_properly(misuse: Callable[[BlockPool], None]) -> None:
+def test_blocks_enter_and_leave_the_tree_properly(
+    misuse: Callable[[BlockPool], None], message: str
+) -> None:
     pool = BlockPool(3)
     pool.allocate(2)
     pool.retain([1])
-    with pytest.raises(CacheInvariantError):
+    with pytest.raises(CacheInvariantError, match=f"^block {message}$"):
         misuse(pool)
 
 
@@ -147,6 +155,16 @@ def test_the_lowest_run_is_taken() -> None:
     pool.release(held[150:250])
     pool.release(held[120:122])
     assert pool.allocate(64) == blocks(*range(64))
+
+
+def test_a_run_at_the_top_is_taken_as_it_is() -> None:
+    pool = BlockPool(256)
+    held = pool.allocate(256)
+    pool.release(held[0:64])  # a lower run, further down
+    pool.release(held[192:256])
+    pool.release(held[96:160])
+    assert pool.allocate(64) == blocks(*range(96, 160))
+    assert pool.free_blocks() == [*range(192, 256), *range(64)]
 
 
 def test_without_a_run_any_blocks_will_do() -> None:

@@ -47,6 +47,12 @@ def test_slots_follow_the_table() -> None:
             sequence.slots(start, stop)
 
 
+def test_slots_are_counted_in_64_bits() -> None:
+    sequence = make_cache().acquire([0] * 4)
+    sequence.table[0] = 2**31 - 1
+    assert sequence.slots(0, 4).tolist() == [4 * (2**31 - 1) + offset for offset in range(4)]
+
+
 def test_an_empty_sequence_has_no_slots() -> None:
     cache = make_cache()
     sequence = compute(cache, A)
@@ -264,6 +270,17 @@ def test_truncating_inside_a_trees_block_then_forking_and_committing() -> None:
     cache.check()
 
 
+def test_truncating_inside_a_node_below_another() -> None:
+    cache = make_cache()
+    cached(cache, A + D)
+    sequence = compute(cache, A + B + C)
+    sequence.truncate(8)
+    assert shape(cache) == [(0, 4), (1, 4), (1, 4), (2, 4)]
+    assert sequence.node is not None
+    assert (sequence.node.start, sequence.num_tree_blocks) == (1, 2)
+    cache.check()
+
+
 def test_a_hint_knows_what_is_left_after_truncating() -> None:
     cache = make_cache()
     cached(cache, A + B)
@@ -277,7 +294,8 @@ def test_resuming_counts_once_and_refuses_other_tokens() -> None:
     cache = PrefixCache(CacheConfig(num_blocks=6, block_size=4))
     sequence = cache.acquire(range(6))
     cache.commit(sequence)
-    with pytest.raises(RequestError, match="begins with its tokens"):
+    message = "^a sequence goes on only with a prompt that begins with its tokens$"
+    with pytest.raises(RequestError, match=message):
         sequence.resume([0, 1, 2, 9, 4, 5, 6])
     for needed, spare in ((30, 0), (8, 5)):
         with pytest.raises(OutOfBlocksError):
@@ -285,12 +303,38 @@ def test_resuming_counts_once_and_refuses_other_tokens() -> None:
     assert (sequence.num_tokens, sequence.num_blocks) == (6, 2)
     sequence.resume(range(9), spare_blocks=1)
     assert (sequence.num_tokens, sequence.num_cached, sequence.num_blocks) == (9, 6, 3)
+    assert sequence.num_counted == 9
     cache.commit(sequence)
     sequence.resume(range(10), resumed=True)
+    assert sequence.num_counted == 9
     counters = cache.counters
     assert (counters.queries, counters.query_tokens, counters.hit_tokens) == (2, 15, 6)
+    cache.commit(sequence)
+    sequence.resume(range(11))
+    assert (counters.queries, counters.query_tokens, counters.hit_tokens) == (3, 26, 16)
     cache.release(sequence)
     cache.check()
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "needed"),
+    [(4, 4, 0), (5, 5, 0), (4, 5, 1), (5, 6, 1), (5, 8, 1), (6, 9, 2), (8, 13, 2)],
+)
+def test_resuming_asks_for_what_it_may_need(start: int, stop: int, needed: int) -> None:
+    """A block that is not full may have to be copied before it is written."""
+    cache = make_cache()
+    sequence = compute(cache, range(start))
+    with pytest.raises(OutOfBlocksError, match=f"^{needed + 100} blocks are") as caught:
+        sequence.resume(range(stop), spare_blocks=100)
+    assert caught.value.needed == needed + 100
+    assert sequence.num_tokens == start
+
+
+def test_resuming_may_take_the_last_block() -> None:
+    cache = make_cache(num_blocks=2)
+    sequence = compute(cache, range(4))
+    sequence.resume(range(8))
+    assert (sequence.num_blocks, cache.pool.num_free) == (2, 0)
 
 
 def test_own_blocks_are_those_that_no_other_sequence_holds() -> None:
