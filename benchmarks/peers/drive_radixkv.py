@@ -15,7 +15,7 @@ class RadixKV(Driver):
     def load(self, request: Request) -> Reply:
         import torch
 
-        from radixkv import LLM
+        from radixkv import LLM  # isort: split  # First: see radixkv/__init__.py.
 
         torch.set_num_threads(request["threads"])
         self.llm = LLM(

@@ -33,6 +33,11 @@ class PeerError(Exception):
     """A peer cannot be used, or a request to it failed; the message is what a table shows."""
 
 
+def _inherited() -> dict[str, str]:
+    """Our environment, but for what importing radixkv here has set in it: others have their own."""
+    return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+
+
 class PeerProcess:
     """A driver script, running.
 
@@ -71,7 +76,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=os.environ | (environment or {}),
+                env=_inherited() | (environment or {}),
             )
         except OSError as error:
             self._log.close()

@@ -55,11 +55,12 @@ class _ModelOptions:
     seed: int | None
 
     def load(self, **settings: Any) -> LLM:
+        from radixkv.cli.dtypes import command_dtype
         from radixkv.llm import LLM
 
         return LLM(
             self.model,
-            dtype=self.dtype,
+            dtype=command_dtype(self.model, self.dtype, self.device),
             device=self.device,
             kv_memory=self.kv_memory,
             kv_dtype=self.kv_dtype,

@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from radixkv import native
+from radixkv.cli.dtypes import command_dtype
 from radixkv.decoding import SamplingParams
-from radixkv.devices import computes, resolve_device
+from radixkv.devices import resolve_device
 from radixkv.engine import RequestOutput, TokenDelta
 from radixkv.llm import LLM
-from radixkv.model.loading import is_native
 from radixkv.workloads import demo_workload
 
 SHOWN = (0, 1)
@@ -60,10 +60,7 @@ class Turn:
 def run_demo(dtype: str, device: str, max_tokens: int, compare: bool) -> None:
     """Load the demo model, serve the workload, print the table."""
     console = Console()
-    place = resolve_device(device)
-    fast = is_native(torch.bfloat16) if place.type == "cpu" else computes(torch.bfloat16, place)
-    if dtype == "auto" and fast:
-        dtype = "bfloat16"
+    place, dtype = resolve_device(device), command_dtype("demo", dtype, device)
     started = time.perf_counter()
     llm = LLM.demo(dtype=dtype, device=place, progress=lambda line: print(line, file=sys.stderr))
     operators = "compiled operators" if native.is_available() else "torch's operators"

@@ -125,13 +125,14 @@ def serve(
 
     with bound(host, port) as listener:
         # Not before: it takes seconds, and what is wrong with the address is known now.
+        from radixkv.cli.dtypes import command_dtype
         from radixkv.llm import LLM
         from radixkv.server.logs import show_logs
         from radixkv.server.run import run_server
 
         llm = LLM(
             model,
-            dtype=dtype,
+            dtype=command_dtype(model, dtype, device),
             device=device,
             kv_memory=kv_memory,
             kv_dtype=kv_cache_dtype,
