@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -123,6 +124,9 @@ async def _serve(service: Service, listener: socket.socket) -> int:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LINGER_SECONDS,
     )
+    # What is loaded stays: the collector need not walk through it, a quarter of a second each time.
+    gc.collect()
+    gc.freeze()
     url = url_of(listener, service.config.host)
 
     def ready() -> None:

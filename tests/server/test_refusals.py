@@ -11,7 +11,7 @@ import openai
 import pytest
 from clients import client_of
 
-from radixkv.server.openai.body import Body, documented
+from radixkv.server.body import Body, documented
 from radixkv.server.openai.chat import ChatBody
 from radixkv.server.openai.completions import CompletionBody
 from radixkv.server.service import Service
@@ -49,6 +49,7 @@ def refused(url: str, path: str, body: Any, status: int = 400) -> dict[str, Any]
         (b"[" * 5000, "Invalid JSON"),
         ([], "should be an object"),
         ({}, "prompt: Field required"),
+        ({"promt": "a"}, "prompt: Field required; unknown field 'promt'; did you mean 'prompt'?"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "prompt: must be a text, token ids"),
         ({"prompt": [1, "a"]}, "prompt: must be a text, token ids"),
@@ -144,6 +145,16 @@ def test_unknown_fields_are_refused_by_name(url: str, path: str, field: str, wor
     error = refused(url, path, {**body, field: 1})
     assert words in error["message"]
     assert error["code"] == "unsupported_parameter"
+
+
+def test_of_many_unknown_fields_a_few_are_named(url: str) -> None:
+    told = refused(url, "/v1/completions", {"prompt": "a", **{f"temp{i}": 1 for i in range(5000)}})
+    assert told["message"].count("unknown field") == 4
+
+
+def test_of_a_long_list_the_first_fault_is_told(url: str) -> None:
+    told = refused(url, "/detokenize", {"tokens": [1, *["a"] * 10_000]})
+    assert told["message"] == "tokens.1: Input should be a valid integer"
 
 
 def test_what_can_never_fit_is_400_with_the_reason(url: str) -> None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
-from radixkv.server.keys import TheService, api_key
+from radixkv.server.keys import page_key
 from radixkv.server.page.feed import Feed
 from radixkv.server.service import Service
 
@@ -52,14 +52,8 @@ def feed_of(request: Request) -> Feed:
     return feed
 
 
-def check_key(request: Request, service: TheService) -> None:
-    """Refuse whoever has no key, where the page is protected."""
-    if service.config.protect_page:
-        api_key(request, service)
-
-
 TheFeed = Annotated[Feed, Depends(feed_of)]
-Protected = [Depends(check_key)]
+Protected = [Depends(page_key)]
 
 
 @router.get("/")
