@@ -139,7 +139,9 @@ class Server:
     def __init__(self, model: str, options: list[str]) -> None:
         command = [sys.executable, "-m", "radixkv.cli", "serve", model, "--port", "0"]
         command += ["--context-ttl", "2", "--access-log", "off", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         assert self.process.stdout is not None
         found = re.search(r"http://\S+", self.process.stdout.readline())
         if found is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,9 @@ LINGER_SECONDS = 3
 """What has ended may still be read this long, by readers that are slow, when the server stops."""
 
 BACKLOG = 2048
+
+MOST_FILES = 1 << 16
+"""Each connection is an open file, and most systems let a process begin with 1,024."""
 
 
 class _Server(uvicorn.Server):
@@ -110,8 +114,17 @@ def run_server(llm: LLM, config: ServerConfig, listener: socket.socket) -> int:
     RadixKVError
         If another process was let in at the address meanwhile.
     """
+    _allow_files()
     with closing(listener):
         return asyncio.run(_serve(Service(llm, config), listener))
+
+
+def _allow_files() -> None:
+    current, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = (MOST_FILES if limit == resource.RLIM_INFINITY else limit for limit in (current, most))
+    current, wanted = (min(limit, MOST_FILES) for limit in limits)
+    if current < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _serve(service: Service, listener: socket.socket) -> int:

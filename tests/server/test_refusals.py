@@ -157,6 +157,13 @@ def test_of_a_long_list_the_first_fault_is_told(url: str) -> None:
     assert told["message"] == "tokens.1: Input should be a valid integer"
 
 
+def test_routes_that_are_not_there(url: str) -> None:
+    for path, method, status in (("/v1/chat", "POST", 404), ("/v1/completions", "GET", 405)):
+        told = httpx.request(method, url + path)
+        assert told.status_code == status
+        assert told.json()["error"]["message"] == f"there is no {method} {path} here; see /docs"
+
+
 def test_what_can_never_fit_is_400_with_the_reason(url: str) -> None:
     long = refused(url, "/v1/completions", {"prompt": "a" * 512})
     assert long["code"] == "context_length_exceeded"
