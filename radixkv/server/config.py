@@ -78,7 +78,7 @@ class ServerConfig:
         if not all(self.api_keys):
             raise ConfigError("an API key is empty")
         if (self.isolate_keys or self.protect_page) and not self.api_keys:
-            raise ConfigError("isolate_keys and protect_page need api_keys")
+            raise ConfigError("isolate_keys and protect_page need api_keys; give --api-key")
         for name in ("max_queued", "max_body_bytes", "max_n", "max_contexts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")

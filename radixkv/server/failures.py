@@ -108,7 +108,7 @@ def install(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
-            message = f"there is no {request.method} {request.url.path} here; see /docs"
+            message = f"there is no {request.method} {request.url.path} here; see /openapi.json"
         body = error_body(error.status_code, message)
         return JSONResponse(body, error.status_code, error.headers)
 

@@ -161,7 +161,10 @@ def test_routes_that_are_not_there(url: str) -> None:
     for path, method, status in (("/v1/chat", "POST", 404), ("/v1/completions", "GET", 405)):
         told = httpx.request(method, url + path)
         assert told.status_code == status
-        assert told.json()["error"]["message"] == f"there is no {method} {path} here; see /docs"
+        assert (
+            told.json()["error"]["message"]
+            == f"there is no {method} {path} here; see /openapi.json"
+        )
 
 
 def test_what_can_never_fit_is_400_with_the_reason(url: str) -> None:
