@@ -52,6 +52,7 @@ def refused(url: str, path: str, body: Any, status: int = 400) -> dict[str, Any]
         ({"promt": "a"}, "prompt: Field required; unknown field 'promt'; did you mean 'prompt'?"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "prompt: must be a text, token ids"),
+        ({"prompt": [[]] * 5000}, "5000 prompts; 4096 are the most"),
         ({"prompt": [1, "a"]}, "prompt: must be a text, token ids"),
         ({"prompt": [[1], []]}, "the prompt is empty"),
         ({"prompt": [-1]}, "at least 0"),
