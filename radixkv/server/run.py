@@ -155,5 +155,6 @@ async def _serve(service: Service, listener: socket.socket) -> int:
     except OSError as error:
         raise taken(url, error) from None
     finally:
+        gc.unfreeze()  # Libraries complain at the end of what was not collected.
         await stopper.close()
     return stopper.code if server.started else 1

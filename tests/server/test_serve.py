@@ -123,7 +123,9 @@ def test_a_process_serves_until_it_is_told_to_stop(
     process.process.send_signal(signal.SIGTERM)
     code, errors = process.ended()
     assert code == 0, errors
-    assert "radixkv: stopping; 0 requests have 30 s to end (again to stop at once)\n" in errors
+    assert errors.endswith(
+        "radixkv: stopping; 0 requests have 30 s to end (again to stop at once)\n"
+    )
 
 
 def serve_here(llm: LLM, drain: float, use: Callable[[str], None]) -> int:
