@@ -138,7 +138,7 @@ class Server:
 
     def __init__(self, model: str, options: list[str]) -> None:
         command = [sys.executable, "-m", "radixkv.cli", "serve", model, "--port", "0"]
-        command += ["--context-ttl", "2", "--access-log", "off", *options]
+        command += ["--context-ttl", "15", "--access-log", "off", *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -191,7 +191,7 @@ async def soak(server: Server, clients: Clients, seconds: float) -> tuple[list[S
         samples.append(await server.sample())
         await asyncio.wait({work}, timeout=INTERVAL_SECONDS)
     await work
-    deadline = time.monotonic() + 30  # Contexts of those who left expire after two seconds.
+    deadline = time.monotonic() + 60  # Contexts of those who left expire after 15 seconds.
     last = await server.sample()
     while any(last[name] for name in HELD) and time.monotonic() < deadline:
         await asyncio.sleep(0.5)

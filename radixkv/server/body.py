@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import islice
@@ -23,6 +24,9 @@ LARGE_BYTES = 1 << 16
 
 MOST_TOLD = 4
 """So many unknown fields are named: looking for what is near takes a millisecond for each."""
+
+BODY_SECONDS = 60.0
+"""A body that has not come by then does not come."""
 
 Schema = dict[str, Any]
 
@@ -94,7 +98,10 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
 
     async def dependency(request: Request, service: TheService) -> B:
         try:
-            raw = await request.body()
+            async with asyncio.timeout(BODY_SECONDS):
+                raw = await request.body()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         except ClientDisconnect:
             raise HTTPException(400, "the client left before its body was complete") from None
         if len(raw) < LARGE_BYTES:

@@ -18,6 +18,7 @@ from radixkv.llm import LLM
 from radixkv.server.address import taken, url_of
 from radixkv.server.app import create_app
 from radixkv.server.config import ServerConfig
+from radixkv.server.connections import Connection
 from radixkv.server.service import Service
 
 KEEP_ALIVE_SECONDS = 75
@@ -133,6 +134,7 @@ async def _serve(service: Service, listener: socket.socket) -> int:
         log_level="warning",
         access_log=False,
         lifespan="on",
+        http=Connection,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=LINGER_SECONDS,

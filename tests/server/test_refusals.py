@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +191,14 @@ def test_large_bodies_are_413(url: str) -> None:
     told = httpx.post(f"{url}/v1/completions", content=parts())
     assert told.status_code == 413
     assert told.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_come_is_408(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.server.body.BODY_SECONDS", 0.1)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert line.recv(64).startswith(b"HTTP/1.1 408 ")
 
 
 def test_errors_have_the_classes_of_openais_client(serve: Serve) -> None:

@@ -193,6 +193,25 @@ def streaming(url: str, max_tokens: int, n: int = 1) -> tuple[list[Any], threadi
     return got, thread
 
 
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHo"])
+def test_who_asks_for_nothing_is_not_kept(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr("radixkv.server.run.KEEP_ALIVE_SECONDS", 0.2)
+
+    def use(url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as line:
+            line.sendall(said)
+            assert line.recv(1) == b""
+        with httpx.Client(base_url=url) as client:
+            for _ in range(2):
+                assert client.get("/health").status_code == 200
+        stop()
+
+    assert serve_here(make_llm(), 5, use) == 0
+
+
 def test_what_runs_may_end_while_others_are_sent_away(make_llm: Callable[..., LLM]) -> None:
     got: list[Any] = []
 

@@ -46,7 +46,7 @@ def install(app: FastAPI, service: Service) -> None:
     app.mount("/page/static", StaticFiles(directory=STATIC), name="page")
 
 
-def feed_of(request: Request) -> Feed:
+async def feed_of(request: Request) -> Feed:
     """The application's feed."""
     feed: Feed = request.app.state.feed
     return feed
