@@ -28,8 +28,8 @@ class ServerConfig:
     max_queued : int
         Requests that may be unfinished at a time; more are answered with 429.
     max_body_bytes : int
-        Largest body of a request. While one is read nothing else runs: 16 ms for a megabyte of
-        token ids.
+        Largest body of a request. While one is read nothing else runs: 4 to 24 ms for 2 MiB of
+        what is well meant; see `benchmarks/event_loop.py`.
     max_n : int
         Most continuations of one prompt, and most prompts of one request.
     context_seconds : float
