@@ -314,9 +314,7 @@ class LLM:
         for delta in self.engine.step():
             if (entry := self._inboxes.get(delta.request_id)) is not None:
                 inbox, name = entry
-                inbox.append(
-                    TokenDelta(name, delta.index, delta.token_id, delta.text, delta.finish_reason)
-                )
+                inbox.append(replace(delta, request_id=name))
 
     # -- programs --------------------------------------------------------------------------------
 

@@ -30,48 +30,55 @@ class AccessLog(StrEnum):
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="demo, a hub name, a folder or a GGUF file.", metavar="[MODEL]")
+        str,
+        typer.Argument(help="demo, a hub name, a folder or a GGUF file.", metavar="MODEL"),
     ] = "demo",
     dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL)
+        str, typer.Option(help="float32, bfloat16, float16.", metavar="NAME", rich_help_panel=MODEL)
     ] = "auto",
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)
+        str, typer.Option(help="cpu, cuda or cuda:N.", metavar="NAME", rich_help_panel=MODEL)
     ] = "auto",
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call it.", rich_help_panel=MODEL)
+        str | None,
+        typer.Option(help="What clients call it.", metavar="NAME", rich_help_panel=MODEL),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt and answer.", rich_help_panel=MODEL)
+        int | None,
+        typer.Option(min=1, help="Longest prompt and answer.", metavar="N", rich_help_panel=MODEL),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of requests without one.", rich_help_panel=MODEL)
+        int | None,
+        typer.Option(min=0, help="Of requests without one.", metavar="N", rich_help_panel=MODEL),
     ] = None,
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Sequences that run at a time.", rich_help_panel=CACHE)
+        int, typer.Option(min=1, help="Running at a time.", metavar="N", rich_help_panel=CACHE)
     ] = 256,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a step.", rich_help_panel=CACHE)
+        int, typer.Option(min=1, help="Tokens of a step.", metavar="N", rich_help_panel=CACHE)
     ] = 2048,
     kv_memory: Annotated[
-        str, typer.Option(help="For keys and values: 2GiB, or auto.", rich_help_panel=CACHE)
+        str, typer.Option(help="The pool, as 2GiB.", metavar="SIZE", rich_help_panel=CACHE)
     ] = "auto",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, fp8 or fp8_e5m2.", rich_help_panel=CACHE)
+        str, typer.Option(help="fp8 or fp8_e5m2.", metavar="NAME", rich_help_panel=CACHE)
     ] = "auto",
     block_size: Annotated[
-        int, typer.Option(min=1, help="Tokens of a block.", rich_help_panel=CACHE)
+        int, typer.Option(min=1, help="Tokens of a block.", metavar="N", rich_help_panel=CACHE)
     ] = 16,
     eviction: Annotated[
-        str, typer.Option(help="lru, plain-lru, fifo or priority.", rich_help_panel=CACHE)
+        str,
+        typer.Option(help="Or plain-lru, fifo, priority.", metavar="NAME", rich_help_panel=CACHE),
     ] = "lru",
     host: Annotated[
-        str, typer.Option(help="Address to listen at.", rich_help_panel=SERVER)
+        str, typer.Option(help="Listen here.", metavar="HOST", rich_help_panel=SERVER)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=SERVER)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="0 takes a free one.", metavar="N", rich_help_panel=SERVER)
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeatable; or {KEYS}=A,B.", rich_help_panel=SERVER),
+        typer.Option(help=f"Repeatable; or {KEYS}=A,B.", metavar="KEY", rich_help_panel=SERVER),
     ] = None,
     isolate_keys: Annotated[
         bool,
@@ -82,25 +89,30 @@ def serve(
         typer.Option("--protect-page", help="Page, metrics: by key.", rich_help_panel=SERVER),
     ] = False,
     max_queued: Annotated[
-        int, typer.Option(min=1, help="Unfinished requests, then 429.", rich_help_panel=SERVER)
+        int, typer.Option(min=1, help="Unfinished; then 429.", metavar="N", rich_help_panel=SERVER)
     ] = 1024,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="A body's.", metavar="N", rich_help_panel=SERVER)
+    ] = 2 << 20,
     context_ttl: Annotated[
-        float, typer.Option(min=0, help="Seconds an idle context lives.", rich_help_panel=SERVER)
+        float,
+        typer.Option(min=0, help="Of an idle context.", metavar="SECONDS", rich_help_panel=SERVER),
     ] = 300.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="For the running, at SIGTERM.", rich_help_panel=SERVER)
+        float, typer.Option(min=0, help="At SIGTERM.", metavar="SECONDS", rich_help_panel=SERVER)
     ] = 30.0,
     access_log: Annotated[
-        AccessLog, typer.Option(help="A line a request, to stdout.", rich_help_panel=WATCHING)
+        AccessLog, typer.Option(help="On stdout.", rich_help_panel=WATCHING)
     ] = AccessLog.plain,
     log_stats_seconds: Annotated[
-        float, typer.Option(min=0, help="Between lines; 0: none.", rich_help_panel=WATCHING)
+        float, typer.Option(min=0, help="0: none.", metavar="SECONDS", rich_help_panel=WATCHING)
     ] = 10.0,
     kv_events: Annotated[
-        str | None, typer.Option(help="Publish at tcp://ADDRESS.", rich_help_panel=WATCHING)
+        str | None,
+        typer.Option(help="Publish, as tcp://HOST:PORT.", metavar="URL", rich_help_panel=WATCHING),
     ] = None,
     otlp_endpoint: Annotated[
-        str | None, typer.Option(help="Send traces to this URL.", rich_help_panel=WATCHING)
+        str | None, typer.Option(help="Send traces there.", metavar="URL", rich_help_panel=WATCHING)
     ] = None,
 ) -> None:
     """Serve a model over OpenAI's API."""
@@ -115,6 +127,7 @@ def serve(
         isolate_keys=isolate_keys,
         protect_page=protect_page,
         max_queued=max_queued,
+        max_body_bytes=max_body_bytes,
         context_seconds=context_ttl,
         drain_seconds=drain_seconds,
         access_log=access_log.as_setting(),

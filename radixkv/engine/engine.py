@@ -339,7 +339,16 @@ class Engine:
                     return rank(request)
         if ranked:
             return []
-        return [TokenDelta(request.request_id, branch.index, token, text, delta.finish_reason)]
+        return [
+            TokenDelta(
+                request.request_id,
+                branch.index,
+                token,
+                text,
+                delta.finish_reason,
+                delta.stop_reason,
+            )
+        ]
 
     # -- endings ---------------------------------------------------------------------------------
 

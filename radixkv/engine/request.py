@@ -231,6 +231,8 @@ class TokenDelta:
         -1 if the branch ended without a token (it was aborted, or it failed).
     text : str
         May be empty: characters and possible stop strings are held back until they are certain.
+    stop_reason : str, int or None
+        With the end, the stop string or stop token that made it; see `Completion`.
     """
 
     request_id: str
@@ -238,6 +240,7 @@ class TokenDelta:
     token_id: int
     text: str
     finish_reason: FinishReason | str | None = None
+    stop_reason: str | int | None = None
 
 
 def deltas_of(branch: Branch) -> list[TokenDelta]:
@@ -247,7 +250,14 @@ def deltas_of(branch: Branch) -> list[TokenDelta]:
     return [
         TokenDelta(request_id, branch.index, token, "", None)
         if place < last
-        else TokenDelta(request_id, branch.index, token, stream.text, stream.finish_reason)
+        else TokenDelta(
+            request_id,
+            branch.index,
+            token,
+            stream.text,
+            stream.finish_reason,
+            stream.stop_reason,
+        )
         for place, token in enumerate(stream.token_ids)
     ]
 

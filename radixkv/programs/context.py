@@ -150,9 +150,11 @@ class Context(ContextView):
         if scored is not None:
             scored_from = len(prompt) - 1
             prompt = np.concatenate((prompt, np.array(scored, np.int32)))
+        name = self.host.name_request
         return self.host.engine.add_request(
             prompt,
             params,
+            request_id=name() if name else None,
             namespace=self.namespace,
             retention=self._retention,
             hold=self._hold,

@@ -46,6 +46,8 @@ class Host:
     max_tokens : int, optional
         Most tokens that anything is appended up to; any number unless given, and what is too long
         is refused when it shall be continued.
+    name_request : callable, optional
+        Makes the ids of requests to the engine, which makes them unless given.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Host:
         step: Callable[[], object] | None = None,
         seed: int | None = None,
         max_tokens: int | None = None,
+        name_request: Callable[[], str] | None = None,
     ) -> None:
         self.engine = engine
         self.holds = engine.scheduler.holds
         self.loaded = loaded
         self.step = step or engine.step
         self.max_tokens = max_tokens
+        self.name_request = name_request
         self._seed = seed
         self._serial = count()
         self._waiting: list[tuple[Awaited, asyncio.Future[None]]] = []

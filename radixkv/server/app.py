@@ -29,7 +29,14 @@ def create_app(service: Service) -> FastAPI:
         finally:
             await service.close()
 
-    app = FastAPI(title="radixkv", version=radixkv.__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="radixkv",
+        version=radixkv.__version__,
+        lifespan=lifespan,
+        # FastAPI's pages for it load their scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.service = service
     failures.install(app)
     app.add_middleware(BodyLimit, most=service.config.max_body_bytes)

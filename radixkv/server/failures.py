@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -104,8 +105,11 @@ def install(app: FastAPI) -> None:
         return JSONResponse(error_body(400, message, param=place or None), 400)
 
     @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        body = error_body(error.status_code, str(error.detail))
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
+            message = f"there is no {request.method} {request.url.path} here; see /openapi.json"
+        body = error_body(error.status_code, message)
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)

@@ -10,13 +10,13 @@ from fastapi import Depends, HTTPException, Request
 from radixkv.server.service import Service
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     """The service that an application serves."""
     service: Service = request.app.state.service
     return service
 
 
-def api_key(request: Request, service: Annotated[Service, Depends(service_of)]) -> str | None:
+async def api_key(request: Request, service: Annotated[Service, Depends(service_of)]) -> str | None:
     """The caller's key, None where none is asked for; 401 for who has none that is known."""
     keys = service.config.api_keys
     if not keys:
@@ -31,10 +31,10 @@ def api_key(request: Request, service: Annotated[Service, Depends(service_of)]) 
     return given
 
 
-def page_key(request: Request, service: Annotated[Service, Depends(service_of)]) -> None:
+async def page_key(request: Request, service: Annotated[Service, Depends(service_of)]) -> None:
     """For the page and metrics: 401 for who has no key, if they were told to ask for one."""
     if service.config.protect_page:
-        api_key(request, service)
+        await api_key(request, service)
 
 
 TheService = Annotated[Service, Depends(service_of)]

@@ -120,6 +120,13 @@ Reporter = Callable[[Record], None]
 CURRENT: ContextVar[Record | None] = ContextVar("radixkv_record", default=None)
 
 
+def name_request() -> str:
+    """A new name for a request to the engine, behind the id of the HTTP request it comes with."""
+    record = CURRENT.get()
+    tail = secrets.token_hex(4 if record else 16)
+    return f"{record.request_id}-{tail}" if record else tail
+
+
 class Records:
     """Keeps a `Record` of each request; see the module.
 

@@ -210,8 +210,11 @@ def answering(*answers: bytes) -> Iterator[str]:
     def serve() -> None:
         for answer in answers:
             line, _ = listener.accept()
-            with line:
-                line.recv(1 << 16)
+            with line, line.makefile("rb") as sent:
+                # All of it: who hangs up on what it has not read breaks the connection.
+                headers = list(iter(sent.readline, b"\r\n"))
+                length = next(one for one in headers if one.lower().startswith(b"content-length"))
+                sent.read(int(length.split(b":")[1]))
                 line.sendall(answer)
 
     thread = threading.Thread(target=serve, daemon=True)

@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import re
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -91,6 +93,34 @@ def test_no_line_if_told_so(make_llm, lines) -> None:
 
     with_app(make_llm(64), use, access_log=False)
     assert lines() == []
+
+
+def test_requests_to_the_engine_are_named_by_it(
+    serve: Callable[..., tuple[str, Service]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, service = serve()
+    names: list[str] = []
+    add = service.llm.engine.add_request
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        request = add(*arguments, **named)
+        names.append(request.request_id)
+        return request
+
+    monkeypatch.setattr(service.llm.engine, "add_request", noted)
+    with httpx.Client(base_url=url, headers={"X-Request-Id": "mine"}) as client:
+        body = {"prompt": ["a", "b"], "max_tokens": 2}
+        told = [client.post("/v1/completions", json=body).json()["id"] for _ in range(2)]
+        context = client.post("/v1/contexts", json={"content": "a"}).json()["id"]
+        client.post(f"/v1/contexts/{context}/generate", json={"max_tokens": 2})
+        client.post(f"/v1/contexts/{context}/choose", json={"options": ["x", "y"]})
+    assert [re.sub("mine-[0-9a-f]{8}", "mine", name) for name in names] == [
+        *("mine", "mine-1"),
+        *("mine", "mine-1"),
+        *("mine", "mine", "mine"),
+    ]
+    assert len(set(names)) == 7
+    assert told == [f"cmpl-{names[0]}", f"cmpl-{names[2]}"]
 
 
 def test_a_request_id_is_honoured_or_made(make_llm) -> None:

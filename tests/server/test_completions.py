@@ -78,6 +78,27 @@ def test_token_ids_are_prompts(client: OpenAI, many: bool) -> None:
     assert by_ids.usage.prompt_tokens_details.cached_tokens == shared
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_stopped_a_text_is_told(
+    serve: Serve, make_llm: Callable[..., LLM], stream: bool
+) -> None:
+    offline = make_llm().generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12))[0]
+    text, token = offline.outputs[0].text, offline.outputs[0].token_ids[3]
+    url, _ = serve()
+    for more, reason in (
+        ({"stop": [text[2:4]]}, text[2:4]),
+        ({"extra_body": {"stop_token_ids": [token]}}, token),
+        ({}, None),
+    ):
+        settings: dict[str, Any] = {**GREEDY, **more, "stream": stream}
+        with client_of(url) as client:
+            told = client.completions.create(prompt=PROMPTS[0], **settings)
+            choices = [chunk.choices[0] for chunk in told] if stream else told.choices
+        ends = [its for its in choices if its.finish_reason is not None]
+        assert [its.finish_reason for its in ends] == ["length" if reason is None else "stop"]
+        assert [its.model_dump()["stop_reason"] for its in ends] == [reason]
+
+
 def test_logprobs_stand_in_columns(serve: Serve, make_llm: Callable[..., LLM]) -> None:
     url, _ = serve()
     with client_of(url) as client:

@@ -167,6 +167,27 @@ def test_many_come_and_go(slow: tuple[str, Service]) -> None:
     assert codes.count(0) == 20
 
 
+def test_a_crowd_is_turned_away_and_told_when_to_come_again(slow: tuple[str, Service]) -> None:
+    url, service = slow
+    release = threading.Event()
+    service.worker.tell(lambda _: release.wait(60))  # Nothing ends meanwhile.
+    body = {"prompt": "Once", "max_tokens": 2, "ignore_eos": True}
+
+    def one(_: int) -> httpx.Response:
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+    with ThreadPoolExecutor(100) as pool:
+        asked = [pool.submit(one, number) for number in range(100)]
+        wait_for(lambda: sum(its.done() for its in asked) == 36)
+        assert service.worker.num_unfinished == 64
+        refused = [its.result() for its in asked if its.done()]
+        release.set()
+        codes = [its.result().status_code for its in asked]
+    assert {(its.status_code, its.headers["retry-after"]) for its in refused} == {(429, "1")}
+    assert (codes.count(200), codes.count(429)) == (64, 36)
+    assert one(0).status_code == 200
+
+
 # -- faults ----------------------------------------------------------------------------------------
 
 

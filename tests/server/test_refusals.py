@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 from clients import client_of
 
-from radixkv.server.openai.body import Body, documented
+from radixkv.server.body import Body, documented
 from radixkv.server.openai.chat import ChatBody
 from radixkv.server.openai.completions import CompletionBody
 from radixkv.server.service import Service
@@ -49,8 +50,10 @@ def refused(url: str, path: str, body: Any, status: int = 400) -> dict[str, Any]
         (b"[" * 5000, "Invalid JSON"),
         ([], "should be an object"),
         ({}, "prompt: Field required"),
+        ({"promt": "a"}, "prompt: Field required; unknown field 'promt'; did you mean 'prompt'?"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "prompt: must be a text, token ids"),
+        ({"prompt": [[]] * 5000}, "5000 prompts; 4096 are the most"),
         ({"prompt": [1, "a"]}, "prompt: must be a text, token ids"),
         ({"prompt": [[1], []]}, "the prompt is empty"),
         ({"prompt": [-1]}, "at least 0"),
@@ -146,6 +149,26 @@ def test_unknown_fields_are_refused_by_name(url: str, path: str, field: str, wor
     assert error["code"] == "unsupported_parameter"
 
 
+def test_of_many_unknown_fields_a_few_are_named(url: str) -> None:
+    told = refused(url, "/v1/completions", {"prompt": "a", **{f"temp{i}": 1 for i in range(5000)}})
+    assert told["message"].count("unknown field") == 4
+
+
+def test_of_a_long_list_the_first_fault_is_told(url: str) -> None:
+    told = refused(url, "/detokenize", {"tokens": [1, *["a"] * 10_000]})
+    assert told["message"] == "tokens.1: Input should be a valid integer"
+
+
+def test_routes_that_are_not_there(url: str) -> None:
+    for path, method, status in (("/v1/chat", "POST", 404), ("/v1/completions", "GET", 405)):
+        told = httpx.request(method, url + path)
+        assert told.status_code == status
+        assert (
+            told.json()["error"]["message"]
+            == f"there is no {method} {path} here; see /openapi.json"
+        )
+
+
 def test_what_can_never_fit_is_400_with_the_reason(url: str) -> None:
     long = refused(url, "/v1/completions", {"prompt": "a" * 512})
     assert long["code"] == "context_length_exceeded"
@@ -168,6 +191,14 @@ def test_large_bodies_are_413(url: str) -> None:
     told = httpx.post(f"{url}/v1/completions", content=parts())
     assert told.status_code == 413
     assert told.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_does_not_come_is_408(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixkv.server.body.BODY_SECONDS", 0.1)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert line.recv(64).startswith(b"HTTP/1.1 408 ")
 
 
 def test_errors_have_the_classes_of_openais_client(serve: Serve) -> None:

@@ -123,7 +123,9 @@ def test_a_process_serves_until_it_is_told_to_stop(
     process.process.send_signal(signal.SIGTERM)
     code, errors = process.ended()
     assert code == 0, errors
-    assert "radixkv: stopping; 0 requests have 30 s to end (again to stop at once)\n" in errors
+    assert errors.endswith(
+        "radixkv: stopping; 0 requests have 30 s to end (again to stop at once)\n"
+    )
 
 
 def serve_here(llm: LLM, drain: float, use: Callable[[str], None]) -> int:
@@ -189,6 +191,25 @@ def streaming(url: str, max_tokens: int, n: int = 1) -> tuple[list[Any], threadi
     thread.start()
     wait_for(lambda: bool(got))
     return got, thread
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHo"])
+def test_who_asks_for_nothing_is_not_kept(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr("radixkv.server.run.KEEP_ALIVE_SECONDS", 0.2)
+
+    def use(url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as line:
+            line.sendall(said)
+            assert line.recv(1) == b""
+        with httpx.Client(base_url=url) as client:
+            for _ in range(2):
+                assert client.get("/health").status_code == 200
+        stop()
+
+    assert serve_here(make_llm(), 5, use) == 0
 
 
 def test_what_runs_may_end_while_others_are_sent_away(make_llm: Callable[..., LLM]) -> None:
@@ -316,8 +337,8 @@ def test_an_empty_key_in_the_environment_is_refused(
 def test_help_fits_a_screen_by_groups() -> None:
     from radixkv.cli.app import app
 
-    done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "100"})
+    done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
     lines = done.stdout.strip().splitlines()
-    assert len(lines) <= 52
+    assert len(lines) <= 48
     for name in ("Model", "Batches and cache", "Server", "--max-num-batched-tokens"):
         assert any(name in line for line in lines)

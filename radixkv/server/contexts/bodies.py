@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import string
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
@@ -24,6 +21,7 @@ from pydantic import (
 from radixkv.cache import DEFAULT_RETENTION, EPHEMERAL, Retention
 from radixkv.decoding import SamplingParams
 from radixkv.errors import RequestError
+from radixkv.server.body import Body
 
 # A client may choose ids, so that it can name a branch before the server has heard of it. They
 # must be as hard to guess as the server's own: 128 random bits.
@@ -32,25 +30,8 @@ Seconds = Annotated[StrictFloat | StrictInt, Field(gt=0, le=10**9, allow_inf_nan
 
 MAX_OPERATIONS = 4096
 
-
-class Body(BaseModel):
-    """A JSON object; fields that are not known are refused."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-def _encodable(value: Any) -> Any:
-    """Half of a surrogate pair is valid JSON, and a str, but no text."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
-        raise ValueError("holds half of a surrogate pair, or is nested too deeply") from None
-    return value
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-Name = Annotated[Text, StringConstraints(min_length=1, max_length=64)]
-Messages = Annotated[list[dict[str, Any]], AfterValidator(_encodable)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 def _kind(value: object) -> str | None:
@@ -66,10 +47,10 @@ _ONE_OF = Discriminator(
     custom_error_type="content",
     custom_error_message="Input should be a text, a list of token ids, or a list of messages",
 )
-Tokens = Annotated[list[StrictInt], Tag("tokens")]
-Continuation = Annotated[Annotated[Text, Tag("text")] | Tokens, _ONE_OF]
+Tokens = Annotated[list[StrictInt], Field(fail_fast=True), Tag("tokens")]
+Continuation = Annotated[Annotated[str, Tag("text")] | Tokens, _ONE_OF]
 Content = Annotated[
-    Annotated[Text, Tag("text")] | Tokens | Annotated[Messages, Tag("messages")], _ONE_OF
+    Annotated[str, Tag("text")] | Tokens | Annotated[Messages, Tag("messages")], _ONE_OF
 ]
 
 
@@ -89,7 +70,7 @@ class Open(Retained):
     """A new context."""
 
     content: Content = ""
-    cache_salt: Text | None = None
+    cache_salt: str | None = None
 
 
 class Append(Body):
@@ -101,12 +82,10 @@ class Append(Body):
 class Generate(Body):
     """A continuation; all other fields are those of `SamplingParams`."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
-    @model_validator(mode="after")
-    def _is_text(self) -> Self:
-        _encodable(self.model_extra)
-        return self
+    def refuse_unknown(self) -> None:
+        """All is handed on; `params` says what is not known."""
 
     @property
     def params(self) -> SamplingParams:
@@ -146,14 +125,14 @@ class Score(Body):
 class Choose(Body):
     """Continuations, of which the likeliest is kept."""
 
-    options: Annotated[list[Continuation], Field(min_length=1)]
+    options: Annotated[list[Continuation], Field(min_length=1, fail_fast=True)]
 
 
 class Fork(Body):
     """Branches."""
 
     n: Annotated[StrictInt, Field(ge=1)]
-    ids: list[ContextId] | None = None
+    ids: Annotated[list[ContextId], Field(fail_fast=True)] | None = None
 
 
 class Majority(Body):
@@ -165,22 +144,22 @@ class Majority(Body):
 class Answers(Body):
     """A vote over answers that the client found, one a branch; None does not vote."""
 
-    answers: list[Text | StrictInt | None]
+    answers: Annotated[list[str | StrictInt | None], Field(fail_fast=True)]
 
 
 class Scores(Body):
     """Scores that the client gave, one a branch; the highest wins."""
 
-    scores: list[StrictFloat | StrictInt]
+    scores: Annotated[list[StrictFloat | StrictInt], Field(fail_fast=True)]
 
 
 class Join(Body):
     """The end of branches, and what comes of them."""
 
-    branches: list[Text]
+    branches: Annotated[list[str], Field(fail_fast=True)]
     mode: Literal["best", "append", "all"] = "best"
     by: Literal["mean_logprob", "total_logprob"] | Majority | Answers | Scores = "mean_logprob"
-    template: Text = "{text}\n"
+    template: str = "{text}\n"
 
     @field_validator("template")
     @classmethod
@@ -284,4 +263,6 @@ class Operation(Body):
 class Operations(Body):
     """Operations that are carried out in order, all between two steps of the engine."""
 
-    operations: Annotated[list[Operation], Field(min_length=1, max_length=MAX_OPERATIONS)]
+    operations: Annotated[
+        list[Operation], Field(min_length=1, max_length=MAX_OPERATIONS, fail_fast=True)
+    ]

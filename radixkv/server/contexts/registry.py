@@ -18,6 +18,7 @@ from radixkv.errors import (
 )
 from radixkv.llm import LLM
 from radixkv.programs import Checkpoint, Context, Host, Pending
+from radixkv.server.record import name_request
 from radixkv.server.worker import EngineWorker
 
 # Joined branches of a tree that can still be read.
@@ -111,7 +112,13 @@ class Contexts:
             # not be used by two: contexts have one of their own.
             own = replace(llm.loaded, tokenizer=deepcopy(llm.loaded.tokenizer))
             engine = llm.engine
-            self._host = Host(engine, own, seed=llm.seed, max_tokens=engine.max_model_len)
+            self._host = Host(
+                engine,
+                own,
+                seed=llm.seed,
+                max_tokens=engine.max_model_len,
+                name_request=name_request,
+            )
         return self._host
 
     # -- finding and adding ----------------------------------------------------------------------

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from radixkv.server.body import documented, parsed
 from radixkv.server.contexts import bodies
 from radixkv.server.contexts.operations import Step
 from radixkv.server.contexts.registry import new_id
@@ -25,8 +26,12 @@ router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 QUIET_SECONDS = 15.0
 
 
-@router.post("/operations")
-async def operations(service: TheService, owner: ApiKey, body: bodies.Operations) -> Response:
+@router.post("/operations", openapi_extra=documented(bodies.Operations))
+async def operations(
+    service: TheService,
+    owner: ApiKey,
+    body: Annotated[bodies.Operations, Depends(parsed(bodies.Operations))],
+) -> Response:
     """Carry out many operations between two steps, and stream what comes of them.
 
     The first event has the ``outcomes``: for each operation its ``result``, its ``error``, or that
@@ -37,9 +42,12 @@ async def operations(service: TheService, owner: ApiKey, body: bodies.Operations
     return Stream(run, _all_events(run))
 
 
-@router.post("")
+@router.post("", openapi_extra=documented(bodies.Open))
 async def open_context(
-    request: Request, service: TheService, owner: ApiKey, body: bodies.Open
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    body: Annotated[bodies.Open, Depends(parsed(bodies.Open))],
 ) -> Response:
     """Open a context; the answer has its ``id``."""
     context = new_id()
@@ -58,21 +66,25 @@ async def close(request: Request, service: TheService, owner: ApiKey, context: s
     return await _carry_out(request, service, owner, context, {"close": bodies.Close()})
 
 
-@router.post("/{context}/append")
+@router.post("/{context}/append", openapi_extra=documented(bodies.Append))
 async def append(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Append
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Append, Depends(parsed(bodies.Append))],
 ) -> Response:
     """Add text, token ids or messages."""
     return await _carry_out(request, service, owner, context, {"append": body})
 
 
-@router.post("/{context}/generate")
+@router.post("/{context}/generate", openapi_extra=documented(bodies.StreamedGenerate))
 async def generate(
     request: Request,
     service: TheService,
     owner: ApiKey,
     context: str,
-    body: bodies.StreamedGenerate,
+    body: Annotated[bodies.StreamedGenerate, Depends(parsed(bodies.StreamedGenerate))],
 ) -> Response:
     """Continue a context by the fields of ``SamplingParams``; streamed if asked for."""
     plain = bodies.Generate.model_validate(body.model_extra or {})
@@ -81,49 +93,73 @@ async def generate(
     )
 
 
-@router.post("/{context}/score")
+@router.post("/{context}/score", openapi_extra=documented(bodies.Score))
 async def score(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Score
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Score, Depends(parsed(bodies.Score))],
 ) -> Response:
     """Log-probabilities of a continuation, which is not kept."""
     return await _carry_out(request, service, owner, context, {"score": body})
 
 
-@router.post("/{context}/choose")
+@router.post("/{context}/choose", openapi_extra=documented(bodies.Choose))
 async def choose(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Choose
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Choose, Depends(parsed(bodies.Choose))],
 ) -> Response:
     """Go on with the likeliest of some continuations."""
     return await _carry_out(request, service, owner, context, {"choose": body})
 
 
-@router.post("/{context}/fork")
+@router.post("/{context}/fork", openapi_extra=documented(bodies.Fork))
 async def fork(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Fork
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Fork, Depends(parsed(bodies.Fork))],
 ) -> Response:
     """Branches that share every block; the answer has their ids."""
     return await _carry_out(request, service, owner, context, {"fork": body})
 
 
-@router.post("/{context}/join")
+@router.post("/{context}/join", openapi_extra=documented(bodies.Join))
 async def join(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Join
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Join, Depends(parsed(bodies.Join))],
 ) -> Response:
     """End branches, and go on with what came of them."""
     return await _carry_out(request, service, owner, context, {"join": body})
 
 
-@router.post("/{context}/checkpoint")
+@router.post("/{context}/checkpoint", openapi_extra=documented(bodies.Checkpoint))
 async def checkpoint(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Checkpoint
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Checkpoint, Depends(parsed(bodies.Checkpoint))],
 ) -> Response:
     """Mark a place to come back to."""
     return await _carry_out(request, service, owner, context, {"checkpoint": body})
 
 
-@router.post("/{context}/rollback")
+@router.post("/{context}/rollback", openapi_extra=documented(bodies.Rollback))
 async def rollback(
-    request: Request, service: TheService, owner: ApiKey, context: str, body: bodies.Rollback
+    request: Request,
+    service: TheService,
+    owner: ApiKey,
+    context: str,
+    body: Annotated[bodies.Rollback, Depends(parsed(bodies.Rollback))],
 ) -> Response:
     """Forget all that came after a checkpoint."""
     return await _carry_out(request, service, owner, context, {"rollback": body})

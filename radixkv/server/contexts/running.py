@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -17,6 +18,7 @@ from radixkv.server.contexts import bodies
 from radixkv.server.contexts.answers import result_of
 from radixkv.server.contexts.operations import ENDINGS, Step, Workbench, look_for_closed
 from radixkv.server.contexts.registry import Contexts, new_id
+from radixkv.server.openai.texts import characters_of, texts_of
 from radixkv.server.service import Service
 
 
@@ -122,8 +124,10 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
     entries = [entry for tree in trees for entry in tree.open]
     contexts.hold(trees)
 
+    here = copy_context()  # It knows the id of the HTTP request, by which others are named.
+
     def make(llm: LLM) -> list[Request]:
-        made = Workbench(service.contexts.host(llm)).carry_out(steps)
+        made = here.run(Workbench(service.contexts.host(llm)).carry_out, steps)
         look_for_closed(entries)
         return made
 
@@ -168,15 +172,23 @@ def _read(operations: Sequence[bodies.Operation], llm: LLM) -> list[Step]:
     for operation in operations:
         step = Step(operation.operand, name=operation.name or new_id())
         steps.append(step)
-        step.tokens = _tokens_of(step.operand, llm)
-        if isinstance(step.operand, bodies.Generate):
-            try:
+        try:
+            _check_length(step.operand, llm)
+            step.tokens = _tokens_of(step.operand, llm)
+            if isinstance(step.operand, bodies.Generate):
                 step.params = step.operand.params
                 if step.params.constraint is not None:
                     llm.engine.check_request([0], replace(step.params, max_tokens=1, min_tokens=0))
-            except RadixKVError as error:
-                step.error = error
+        except RadixKVError as error:
+            step.error = error
     return steps
+
+
+def _check_length(body: bodies.Operand, llm: LLM) -> None:
+    """Refuse what is too long whatever its tokens are, before it takes seconds to find them."""
+    parts: Sequence[object] = getattr(body, "options", None) or [getattr(body, "content", "")]
+    for part in parts:
+        texts_of(llm).check_length(characters_of(part), llm.engine.max_model_len)
 
 
 def _tokens_of(body: bodies.Operand, llm: LLM) -> list[int] | None:

@@ -1,6 +1,5 @@
 """OpenAI's API, with vLLM's additions, over the engine.
 
-body          a request's body: its size, its JSON, its model; fields that nobody knows are refused
 fields        what chat and plain completions have in common
 sampling      fields to SamplingParams or BeamSearchParams
 messages      chat messages to what templates take

@@ -15,8 +15,8 @@ from radixkv.engine.beams import Params
 from radixkv.errors import RequestError, UnsupportedParameterError
 from radixkv.llm import LLM
 from radixkv.model.loading import render_chat
+from radixkv.server.body import documented, parsed
 from radixkv.server.keys import ApiKey, TheService
-from radixkv.server.openai.body import documented, parsed
 from radixkv.server.openai.chunks import ChunkWriter
 from radixkv.server.openai.fields import Count, SharedFields
 from radixkv.server.openai.growth import Growth
@@ -32,16 +32,16 @@ from radixkv.server.service import Service
 class ChatBody(SharedFields):
     """A conversation to be answered."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     hints: ClassVar[dict[str, str]] = {
         **SharedFields.hints,
@@ -174,7 +174,7 @@ class ChatReply(Reply[ChatBody]):
         if growth.logprobs:
             entries = [chat_entry(self.texts.table, *pair) for pair in growth.logprobs]
             logprobs = json.dumps({"content": entries, "refusal": None})
-        yield writer.text(index, text, ending, logprobs, usage)
+        yield writer.text(index, text, ending, logprobs, usage, growth.stop_reason)
 
     def _said(self, writer: ChunkWriter, growth: Growth) -> Generator[str, None, str]:
         """Give what comes before and with calls; return the text behind them."""

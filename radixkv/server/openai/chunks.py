@@ -42,6 +42,7 @@ class ChunkWriter:
         ending: str | None = None,
         logprobs: str = "null",
         usage: str | None = None,
+        stop_reason: str | int | None = None,
     ) -> str:
         """A chunk with more of a choice's text.
 
@@ -53,12 +54,16 @@ class ChunkWriter:
         ending : str or None
             Why it ends here.
         logprobs, usage : JSON
+        stop_reason : str, int or None
+            With an end, the stop string or token that made it.
         """
         start = self._starts.get(index)
         if start is None:
             start = f'{self._head}{{"index": {index}, {self._open}'
             self._starts[index] = start
         last = ENDINGS[ending] if ending in ENDINGS else json.dumps(ending)
+        if ending is not None:
+            last += f', "stop_reason": {json.dumps(stop_reason)}'
         told = self._usage if usage is None else f', "usage": {usage}'
         return (
             f"{start}{json.dumps(text)}{self._close}"

@@ -16,8 +16,8 @@ from radixkv.engine.beams import Params
 from radixkv.errors import RequestError, UnsupportedParameterError
 from radixkv.inputs import Prompt
 from radixkv.llm import LLM
+from radixkv.server.body import documented, parsed
 from radixkv.server.keys import ApiKey, TheService
-from radixkv.server.openai.body import documented, parsed
 from radixkv.server.openai.chunks import ChunkWriter
 from radixkv.server.openai.fields import Count, SharedFields
 from radixkv.server.openai.growth import Growth
@@ -28,6 +28,9 @@ from radixkv.server.openai.sampling import make_params
 MAX_TOKENS = 16
 """Where a request does not say; OpenAI's."""
 
+MOST_PROMPTS = 4096
+"""More are not even looked at; how many a server serves is its ``max_n``."""
+
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _LISTS = {"type": "array", "items": _IDS, "minItems": 1}
@@ -36,7 +39,7 @@ PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, _LISTS]}
 
 def is_ids(value: object) -> bool:
     """Whether this is a list of token ids; it may be empty."""
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def as_prompts(value: Any) -> list[Prompt]:
@@ -44,7 +47,9 @@ def as_prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str) or (value and is_ids(value)):
         return [value]
     many = value if isinstance(value, list) else []
-    if many and (all(isinstance(one, str) for one in many) or all(map(is_ids, many))):
+    if len(many) > MOST_PROMPTS:
+        raise ValueError(f"has {len(many)} prompts; {MOST_PROMPTS} are the most")
+    if many and (set(map(type, many)) == {str} or all(map(is_ids, many))):
         return many
     raise ValueError("must be a text, token ids, or a list of texts or of lists of token ids")
 
@@ -171,9 +176,9 @@ class CompletionReply(Reply[CompletionBody]):
         self, writer: ChunkWriter, place: int, growth: Growth, usage: str | None
     ) -> Iterator[str]:
         index = place * (self.body.n or 1) + growth.index
-        text, ending = growth.text, growth.ending
+        text, ending, reason = growth.text, growth.ending, growth.stop_reason
         if not self.shows_generated:
-            text, ending = "", ending and "length"
+            text, ending, reason = "", ending and "length", None
         if index not in self._begun:
             self._begun.add(index)
             text = self.echoes[place] + text
@@ -183,7 +188,7 @@ class CompletionReply(Reply[CompletionBody]):
         if growth.logprobs:
             columns = self._columns.setdefault(index, CompletionLogprobs(self.texts.table))
             logprobs = json.dumps(columns.columns(growth.logprobs))
-        yield writer.text(index, text, ending, logprobs, usage)
+        yield writer.text(index, text, ending, logprobs, usage, reason)
 
 
 router = APIRouter(tags=["openai"])

@@ -6,14 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from radixkv.server.openai.body import Body
+from radixkv.server.body import Body
 
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
 MOST_STOPS = 64
 MOST_WORDS = 1024
 
-Strings = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
+Words = Annotated[list[str], Field(max_length=MOST_WORDS, fail_fast=True)]
+Strings = str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 
 
@@ -56,7 +57,7 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class SharedFields(Body):
@@ -79,10 +80,10 @@ class SharedFields(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
-    bad_words: str | Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: str | Words | None = None
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     stop: Strings | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MOST_WORDS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MOST_WORDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -93,7 +94,7 @@ class SharedFields(Body):
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
 
     use_beam_search: bool | None = None
     beam_width: int | None = None
@@ -128,11 +129,3 @@ class SharedFields(Body):
         if value:
             raise ValueError("nothing is stored here; leave it out")
         return value
-
-    def refuse_unknown(self) -> None:
-        super().refuse_unknown()
-        for part in (self.stream_options, self.response_format, self.structured_outputs):
-            if part is not None:
-                part.refuse_unknown()
-        if self.response_format is not None and self.response_format.json_schema is not None:
-            self.response_format.json_schema.refuse_unknown()

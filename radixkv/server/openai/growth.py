@@ -23,12 +23,14 @@ class Growth:
     text: str = ""
     num_tokens: int = 0
     ending: str | None = None
+    stop_reason: str | int | None = None
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         delta = piece.delta
         self.text += delta.text
         self.ending = delta.finish_reason
+        self.stop_reason = delta.stop_reason
         if delta.token_id >= 0:
             self.num_tokens += 1
             if piece.logprobs is not None:

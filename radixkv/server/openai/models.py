@@ -7,12 +7,20 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from radixkv.errors import ModelNotFoundError
 from radixkv.server.keys import ApiKey, TheService
-from radixkv.server.openai.body import check_model
 from radixkv.server.service import Service
 
 router = APIRouter(tags=["openai"])
 STARTED = int(time.time())
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Refuse a model that is not the one being served; None stands for it."""
+    if name is not None and name != service.model_name:
+        raise ModelNotFoundError(
+            f"the model {name!r} does not exist here; this server has {service.model_name!r}"
+        )
 
 
 def _card(service: Service) -> dict[str, Any]:

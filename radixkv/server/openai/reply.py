@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.responses import Response
 
 from radixkv.engine import RequestOutput
 from radixkv.engine.beams import Params
@@ -19,7 +19,6 @@ from radixkv.errors import RadixKVError, RequestError, UnsupportedParameterError
 from radixkv.inputs import params_for
 from radixkv.llm import LLM
 from radixkv.server.answer import Answer, arrivals
-from radixkv.server.openai.body import check_model
 from radixkv.server.openai.chunks import DONE, ChunkWriter, error_event
 from radixkv.server.openai.fields import SharedFields
 from radixkv.server.openai.growth import Growth, growths
@@ -31,9 +30,11 @@ from radixkv.server.openai.jobs import (
     respond,
     streamed,
 )
+from radixkv.server.openai.models import check_model
 from radixkv.server.openai.sampling import make_retention
 from radixkv.server.openai.texts import Texts, texts_of
 from radixkv.server.openai.usage import counts, usage_of
+from radixkv.server.record import name_request
 from radixkv.server.service import Service
 
 B = TypeVar("B", bound=SharedFields)
@@ -66,8 +67,9 @@ class Reply(ABC, Generic[B]):
         self.service = service
         self.body = body
         self.namespace = service.namespace(key, body.cache_salt)
+        self.name = name_request()
         self.head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}-{self.name}",
             "object": self.kind,
             "created": int(time.time()),
             "model": service.model_name,
@@ -119,14 +121,22 @@ class Reply(ABC, Generic[B]):
         return await respond(request, self._respond())
 
     async def _respond(self) -> Response:
-        name = self.head["id"]
-        answers = await begin(self.service, str(name), self.num_prompts, self._prepare)
+        answers = await begin(self.service, self.name, self.num_prompts, self._prepare)
         if self.body.stream:
             return await streamed(self._events(answers))
         outputs = await outputs_of(answers)
+        if self.wants_table:
+            # Log-probabilities may be a hundred thousand.
+            raw = await self.service.on_texts(lambda _: self._rendered(outputs))
+        else:
+            raw = self._rendered(outputs)
+        return Response(raw, media_type="application/json")
+
+    def _rendered(self, outputs: Sequence[RequestOutput]) -> bytes:
         choices, usage = self.whole(outputs), usage_of(outputs, generated=self.shows_generated)
         extras = self.extras(outputs)
-        return JSONResponse({**self.head, "choices": choices, "usage": usage, **extras})
+        answer = {**self.head, "choices": choices, "usage": usage, **extras}
+        return to_json(answer, inf_nan_mode="null")
 
     def _prepare(self, llm: LLM) -> list[Job]:
         self.texts = texts_of(llm)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends
+from fastapi.responses import Response
 from pydantic import Field
+from pydantic_core import to_json
 
 from radixkv.decoding.checks import in_vocabulary
 from radixkv.errors import RequestError
 from radixkv.llm import LLM
 from radixkv.model.loading import render_chat
+from radixkv.server.body import Body, documented, parsed
 from radixkv.server.keys import ApiKey, TheService
-from radixkv.server.openai.body import Body, check_model, documented, parsed
 from radixkv.server.openai.messages import plain_messages
+from radixkv.server.openai.models import check_model
 from radixkv.server.openai.texts import characters_of, texts_of
 from radixkv.server.openai.tools import check_tools
 
@@ -26,8 +29,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -40,7 +43,7 @@ class DetokenizeBody(Body):
     """Token ids to be turned into a text."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20, fail_fast=True)]
 
 
 router = APIRouter(tags=["tokens"])
@@ -49,10 +52,11 @@ router = APIRouter(tags=["tokens"])
 @router.post("/tokenize", openapi_extra=documented(TokenizeBody))
 async def tokenize(
     service: TheService, key: ApiKey, body: Annotated[TokenizeBody, Depends(parsed(TokenizeBody))]
-) -> dict[str, Any]:
+) -> Response:
     """The token ids of a text, or of a conversation in the model's chat format."""
     check_model(service, body.model)
-    return await service.on_texts(lambda llm: _tokenize(llm, body))
+    raw = await service.on_texts(lambda llm: to_json(_tokenize(llm, body)))
+    return Response(raw, media_type="application/json")
 
 
 def _tokenize(llm: LLM, body: TokenizeBody) -> dict[str, Any]:

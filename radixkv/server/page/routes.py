@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
-from radixkv.server.keys import TheService, api_key
+from radixkv.server.keys import page_key
 from radixkv.server.page.feed import Feed
 from radixkv.server.service import Service
 
@@ -46,20 +46,14 @@ def install(app: FastAPI, service: Service) -> None:
     app.mount("/page/static", StaticFiles(directory=STATIC), name="page")
 
 
-def feed_of(request: Request) -> Feed:
+async def feed_of(request: Request) -> Feed:
     """The application's feed."""
     feed: Feed = request.app.state.feed
     return feed
 
 
-def check_key(request: Request, service: TheService) -> None:
-    """Refuse whoever has no key, where the page is protected."""
-    if service.config.protect_page:
-        api_key(request, service)
-
-
 TheFeed = Annotated[Feed, Depends(feed_of)]
-Protected = [Depends(check_key)]
+Protected = [Depends(page_key)]
 
 
 @router.get("/")

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from radixkv.decoding.unknown import ALIASES
-from radixkv.errors import ModelNotFoundError, UnsupportedParameterError
+from radixkv.errors import UnsupportedParameterError
 from radixkv.server.keys import TheService
-from radixkv.server.service import Service
 
 LARGE_BYTES = 1 << 16
 """From here on a body is parsed on the thread for texts: it may take milliseconds."""
+
+MOST_TOLD = 4
+"""So many unknown fields are named: looking for what is near takes a millisecond for each."""
+
+BODY_SECONDS = 60.0
+"""A body that has not come by then does not come."""
 
 Schema = dict[str, Any]
 
@@ -34,12 +42,22 @@ class Body(BaseModel):
     hints: ClassVar[Mapping[str, str]] = {}
 
     def refuse_unknown(self) -> None:
-        """Raise UnsupportedParameterError for what is given and is no field here."""
-        unknown = {**(self.model_extra or {})}
-        if unknown:
-            known = sorted(type(self).model_fields)
-            told = [_hint(name, known, self.hints) for name in unknown]
-            raise UnsupportedParameterError("; ".join(told))
+        """Raise UnsupportedParameterError for what is given and is no field, in parts as well."""
+        if self.model_extra:
+            raise UnsupportedParameterError(self.tell_unknown(self.model_extra))
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            for part in value if isinstance(value, list) else (value,):
+                if not isinstance(part, Body):
+                    break  # Lists are of one kind.
+                part.refuse_unknown()
+
+    @classmethod
+    def tell_unknown(cls, names: Iterable[str]) -> str:
+        """What to say of fields that are not known; empty if all are."""
+        known = sorted(field.alias or name for name, field in cls.model_fields.items())
+        unknown = (name for name in names if name not in known)
+        return "; ".join(_hint(name, known, cls.hints) for name in islice(unknown, MOST_TOLD))
 
 
 def _hint(name: str, known: list[str], hints: Mapping[str, str]) -> str:
@@ -69,13 +87,21 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
         try:
             body = kind.model_validate_json(raw)
         except ValidationError as error:
-            raise RequestValidationError([_telling(error)]) from None
+            told = _telling(error)
+            if told["type"] == "missing" and not told["loc"][1:] and len(raw) < LARGE_BYTES:
+                # Perhaps it is there under a name that is nearly right.
+                unknown = kind.tell_unknown(from_json(raw))
+                told["msg"] += f"; {unknown}" if unknown else ""
+            raise RequestValidationError([told]) from None
         body.refuse_unknown()
         return body
 
     async def dependency(request: Request, service: TheService) -> B:
         try:
-            raw = await request.body()
+            async with asyncio.timeout(BODY_SECONDS):
+                raw = await request.body()
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         except ClientDisconnect:
             raise HTTPException(400, "the client left before its body was complete") from None
         if len(raw) < LARGE_BYTES:
@@ -85,11 +111,14 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
     return dependency
 
 
-def _telling(error: ValidationError) -> Mapping[str, Any]:
+def _telling(error: ValidationError) -> dict[str, Any]:
     """What is wrong with the first field that is; of alternatives, what tells most."""
-    details = error.errors(include_url=False, include_context=False, include_input=False)
+    details: list[Any] = error.errors(include_url=False, include_context=False, include_input=False)
     first = [its for its in details if its["loc"][:1] == details[0]["loc"][:1]]
-    return next((its for its in first if not its["type"].endswith("_type")), first[0])
+    found: dict[str, Any] = next(
+        (its for its in first if not its["type"].endswith("_type")), first[0]
+    )
+    return found
 
 
 def documented(kind: type[Body]) -> Schema:
@@ -108,11 +137,3 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     if "$ref" in schema:
         return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     return {name: _inlined(part, definitions) for name, part in schema.items()}
-
-
-def check_model(service: Service, name: str | None) -> None:
-    """Refuse a model that is not the one being served; None stands for it."""
-    if name is not None and name != service.model_name:
-        raise ModelNotFoundError(
-            f"the model {name!r} does not exist here; this server has {service.model_name!r}"
-        )
