@@ -38,8 +38,7 @@ class Visibility:
         """Show the sequence's first ``full`` blocks; False if some must wait for their KV."""
         while sequence.num_tree_blocks < full:
             if self._is_new(sequence):
-                self._attach(sequence, full)
-                break
+                return self._attach(sequence, full)
             match = self.match_on(sequence, full * self._tree.block_bytes)
             if self._is_pending(sequence, match):
                 return False
@@ -88,8 +87,12 @@ class Visibility:
         sequence.num_tree_blocks += len(theirs)
         self._allocator.release(mine)
 
-    def _attach(self, sequence: Sequence, full: int) -> None:
+    def _attach(self, sequence: Sequence, full: int) -> bool:
         done, block_bytes = sequence.num_tree_blocks, self._tree.block_bytes
+        # Forked while the tree had the same blocks, pending, and lost them before they settled. What
+        # forks share begins with the first block that the tree lacks; it waits for one holder.
+        if self._pool.refs[sequence.table[done]] > 1:
+            return False
         end = sequence.node or self._tree.root(sequence.namespace)
         tokens = sequence.data[done * block_bytes : full * block_bytes]
         node = self._tree.attach(end, tokens, sequence.table[done:full], sequence.retention)
@@ -97,6 +100,7 @@ class Visibility:
             self._tree.repin(sequence.node, node)
             sequence.node = node
         sequence.num_tree_blocks = full
+        return True
 
     def commit_open(self, sequence: Sequence) -> None:
         """Show the last block, which is not full, for others to copy from."""

@@ -236,7 +236,12 @@ def test_the_page_runs_every_benchmark() -> None:
 
     page = runpy.run_path(str(BENCHMARKS / "__main__.py"))
     helpers = {"__main__", "measure", "plots", "serving", "workloads", "traces", "optimum"}
-    helpers |= {"stream_reader"}
+    helpers |= {
+        "stream_reader",
+        "soak",
+        "flood",
+        "event_loop",
+    }  # Not questions of a page: minutes each.
     programs = {file.stem for file in BENCHMARKS.glob("*.py")} - helpers
     # Those for a GPU stand apart: docs/kernels.md says how to run them.
     assert {name for name in programs if not name.startswith("gpu")} == set(page["SHORT"])

@@ -526,3 +526,27 @@ def test_a_reset_in_the_middle_of_a_step() -> None:
     assert not first.withdrawn
     assert first.num_computed == 5
     assert shape(cache) == []
+
+
+def test_what_forks_share_waits_for_one_holder_when_its_pending_twin_is_evicted() -> None:
+    """Found by the state machine: the second fork wanted to show what the first one holds too."""
+    cache = make_cache(num_blocks=6)
+    first, second = cache.acquire([*A, 5]), cache.acquire([*A, 5])
+    for each in (first, second):
+        cache.commit(each, pending=True)
+    branch = second.fork()
+    cache.release(first)
+    other = cache.acquire([*B, *C, *D])  # Takes the only block of the tree, too.
+    assert cache.match([*A, 5]) == 0
+    third = second.fork()
+    cache.check()
+    assert branch.table == third.table == second.table
+    assert second.num_tree_blocks == 0
+    cache.settle()
+    for each in (branch, third, other):
+        cache.release(each)
+    cache.commit(second)
+    assert second.num_tree_blocks == 1, "the last holder shows them"
+    cache.release(second)
+    cache.check()
+    assert cache.match(A) == 4
