@@ -89,8 +89,8 @@ class Visibility:
 
     def _attach(self, sequence: Sequence, full: int) -> bool:
         done, block_bytes = sequence.num_tree_blocks, self._tree.block_bytes
-        # Forked while the tree had the same blocks, pending, and lost them before they settled. What
-        # forks share begins with the first block that the tree lacks; it waits for one holder.
+        # Forked while the tree had the same blocks, pending, and lost them before they settled.
+        # What forks share begins with the first block that the tree lacks; it waits for one holder.
         if self._pool.refs[sequence.table[done]] > 1:
             return False
         end = sequence.node or self._tree.root(sequence.namespace)
