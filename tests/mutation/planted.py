@@ -235,6 +235,7 @@ PLANTED = [
         "allocator.py",
         "            source = first.source\n",
         "            pass\n",
+        "test_pending.py::test_a_copy_of_a_late_copy_goes_back_to_the_first_source",
     ),
     Planted(
         "a late copy goes into a block that another has by now",
