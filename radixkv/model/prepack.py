@@ -5,8 +5,9 @@ a step, with the same bits. Its operators are private to torch: they are tried o
 one is replaced, and where they are missing or differ the model stays as it was.
 
 Where `radixkv.native` has them, steps of few tokens use weights in AMX tiles, which whole decoder
-blocks are computed from: see `radixkv.model.blocks`. That is a second copy, made only where there
-is plenty of room for it.
+blocks are computed from: see `radixkv.model.whole_block`. That is a second copy, made only where
+there is plenty of room for it. Sums in another order: of 10,000 products one may differ in its last
+bit from oneDNN's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from radixkv.model.layers import Model
 from radixkv.model.loading import is_native
 
 TRIED_ROWS = 3
-# Most tokens of a step whose products are made from tiles. Measured on one core, in turn: up to 64
-# they take 0.5 to 0.95 of oneDNN's time, at 256 1.1, and at 2,048 1.4.
+# Most tokens of a step whose products are made from tiles. Up to 64 they took 0.5 to 1 of oneDNN's
+# CPU time at the demo model's shapes, at 256 1 to 1.3, at 2,048 1.2 to 1.7.
 TILED_ROWS = 128
 # Both dimensions of a weight in tiles are multiples of this.
 TILE_MULTIPLE = 32
@@ -86,7 +87,7 @@ def tiled(weight: torch.Tensor) -> torch.Tensor:
 
 
 def pack_linears(model: Model) -> int:
-    """Replace the model's linear layers where that is faster and changes no bit.
+    """Replace the model's linear layers where that is faster and oneDNN's order changes no bit.
 
     Returns how many were replaced: 0 on anything but a CPU with bfloat16 instructions. A weight
     that other modules use as well (a head tied to the embedding) stays with them too.
