@@ -40,10 +40,7 @@ std::tuple<at::Tensor, at::Tensor> paged_attention(
   together([&](Member& member) {
     const TileConfig config;
     _tile_loadconfig(&config);
-    portions.deal(tasks.size(), 1, [&](int64_t index, int64_t) {
-      const Task& task = tasks[index];
-      run(in, task, own_scratch(), part + task.partial * in.value_dim, sums.data() + task.partial);
-    });
+    run_tasks(in, tasks, portions, part, sums.data());
     _tile_release();
   });
   at::Tensor out = at::empty({tokens, heads, in.value_dim}, query.options());

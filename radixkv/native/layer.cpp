@@ -215,10 +215,7 @@ void run_block(
   for (int64_t row = member.first(rows); row < member.last(rows); ++row)
     place(in, b, row, at.projected + row * b.qkv.outputs, slots[row]);
   member.meet();
-  phases.tasks.deal(tasks.size(), 1, [&](int64_t index, int64_t) {
-    const Task& task = tasks[index];
-    run(in, task, own_scratch(), at.parts + task.partial * in.value_dim, at.sums + task.partial);
-  });
+  run_tasks(in, tasks, phases.tasks, at.parts, at.sums);
   member.meet();
   phases.merges.deal(rows * in.kv_heads, 16, [&](int64_t begin, int64_t end) {
     merge(in, places, at.parts, at.sums, begin, end, at.attended, nullptr);

@@ -1,74 +1,32 @@
-// Paged attention on CPUs with AMX: work items over block tables, and one merge.
-//
-// An item is a range of query tokens that read one range of key positions through one block table:
-// a shared run for all the sequences that share it, or what a sequence reads by itself. Items are
-// cut into tasks (KV head, query rows, keys); every task leaves a partial result with its running
-// maximum and sum, and partial results are merged by them. Accumulation is in float32.
+// Paged attention on CPUs with AMX: one task, chunk by chunk, to its partial result.
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <cstring>
-#include <limits>
-#include <vector>
 
-#include "tiles.h"
-#include "vectors.h"
+#include "chunk.h"
+#include "merge.h"
+#include "team.h"
 
 namespace radixkv {
 
-constexpr int WIDE = 64;          // keys that are scored at once: four tiles
-constexpr int CHUNK = 256;        // keys between two updates of the result; a multiple of WIDE
-// Rows of scores and of weights, a line longer than a power of two: else they meet in one set of
-// the cache.
-constexpr int SCORES = CHUNK + TILE, WEIGHTS = CHUNK + PAIR;
-constexpr int HEAD_ROWS = 256;    // query rows of one KV head in a task
-constexpr int MAX_ROWS = 1024;    // query rows of a task, over its KV heads
-constexpr int MAX_DIM = 256;
-constexpr int64_t PARTS = 2;      // no task takes more than a thread's share of the work over this
-constexpr int ITEM_FIELDS = 5;    // first token, tokens, place of the table, first key, end of keys
-constexpr float FLOOR = -1e30f;   // log-sum-exp of no keys at all
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-struct Inputs {
-  const bf16* query;
-  int64_t query_token, query_head;   // strides, in elements
-  const bf16* keys;
-  const bf16* values;
-  int64_t key_slot, value_slot;
-  int64_t block_size, kv_heads, groups, key_dim, value_dim;
-  const int32_t* tables;
-  const int64_t* positions;  // of each token: the last key that it sees
-  const int64_t* first;      // the first key that it sees
-  float scale;               // to the base of 2
+// Where a chunk's keys and values lie, for a task's first KV head.
+struct Rows {
+  const bf16 *keys[CHUNK], *values[CHUNK];
+  int64_t count;
 };
 
-struct Task {
-  int64_t token, tokens;    // query tokens; every one has `groups` rows
-  int64_t table;            // where the block table begins
-  int64_t first_key, end_key;
-  int64_t head, end_head;   // KV heads
-  int64_t partial;          // first row among the partial results; head by head
-};
-
-// What one row has gathered so far.
-struct Sums {
-  float top = NONE, total = 0.f;
-};
-
-// One thread's buffers.
+// One thread's buffers. Query rows are in tiles of 16.
 struct Scratch {
-  alignas(64) bf16 query[MAX_ROWS * MAX_DIM];
-  alignas(64) bf16 keys[CHUNK * MAX_DIM];    // for every WIDE keys: tiles of (dimension pairs, keys)
-  alignas(64) bf16 values[CHUNK * MAX_DIM];  // for every PAIR keys: tiles of (key pairs, dimensions)
-  alignas(64) float scores[2][TILE * SCORES];
-  alignas(64) bf16 weights[2][TILE * WEIGHTS];
-  alignas(64) float out[MAX_ROWS * MAX_DIM];
+  alignas(64) bf16 query[MAX_ROWS * MAX_DIM];   // tiles of (dimension pairs, rows)
+  alignas(64) bf16 keys[CHUNK * MAX_DIM];       // one head's, where blocks hold no whole tiles
+  alignas(64) bf16 values[CHUNK * MAX_DIM];     // for every PAIR keys: tiles of (dimensions, keys)
+  alignas(64) float scores[2][CHUNK * TILE];    // (keys, rows)
+  alignas(64) bf16 weights[2][CHUNK * TILE];    // tiles of (key pairs, rows)
+  alignas(64) float out[MAX_ROWS * MAX_DIM];    // for every tile of rows: (dimensions, rows)
   alignas(64) float tops[MAX_ROWS], totals[MAX_ROWS];
+  alignas(64) int32_t begins[MAX_ROWS], ends[MAX_ROWS];  // the keys that each row of a head sees
+  Rows rows[2];
 };
 
 inline Scratch& own_scratch() {
@@ -78,192 +36,77 @@ inline Scratch& own_scratch() {
 
 alignas(64) inline const bf16 ZEROS[MAX_DIM] = {};
 
-// Tiles of the first `count` keys, rounded up to whole tiles.
-inline void pack_keys(const bf16* const* rows, int64_t count, int64_t dim, bf16* packed) {
-  for (int64_t key = 0; key < count; key += TILE) {
-    bf16* wide = packed + key / WIDE * WIDE * dim + key % WIDE * PAIR;
-    for (int64_t d = 0; d < dim; d += PAIR) {
-      __m512i block[TILE];
-      for (int i = 0; i < TILE; ++i) block[i] = _mm512_loadu_si512(rows[key + i] + d);
-      transpose(block);
-      bf16* tile = wide + d * WIDE;
-      for (int i = 0; i < TILE; ++i) _mm512_store_si512(tile + i * PAIR, block[i]);
+// Which keys each row of a head sees; rows that are none see what the last one sees.
+inline void find_ranges(const Inputs& in, const Task& task, Scratch& s) {
+  int64_t row = 0;
+  for (int64_t token = task.token; token < task.token + task.tokens; ++token)
+    for (int64_t group = 0; group < in.groups; ++group, ++row) {
+      s.begins[row] = static_cast<int32_t>(std::max(in.first[token], task.first_key));
+      s.ends[row] = static_cast<int32_t>(std::min(in.positions[token] + 1, task.end_key));
     }
+  for (; row % TILE != 0; ++row) {
+    s.begins[row] = s.begins[row - 1];
+    s.ends[row] = s.ends[row - 1];
   }
 }
-
-// Tiles of the first `count` values, rounded up to whole tiles.
-inline void pack_values(const bf16* const* rows, int64_t count, int64_t dim, bf16* packed) {
-  alignas(64) uint16_t low[PAIR], high[PAIR];
-  for (int i = 0; i < PAIR; ++i) {
-    low[i] = i / 2 + (i % 2) * PAIR;
-    high[i] = low[i] + TILE;
-  }
-  const __m512i take_low = _mm512_load_si512(low), take_high = _mm512_load_si512(high);
-  for (int64_t key = 0; key < count; key += PAIR) {
-    for (int pair = 0; pair < TILE; ++pair) {
-      const bf16 *even = rows[key + 2 * pair], *odd = rows[key + 2 * pair + 1];
-      bf16* row = packed + key * dim + pair * PAIR;
-      for (int64_t d = 0; d < dim; d += PAIR) {
-        const __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
-        bf16* tile = row + d * PAIR;
-        _mm512_store_si512(tile, _mm512_permutex2var_epi16(a, take_low, b));
-        _mm512_store_si512(tile + TILE * PAIR, _mm512_permutex2var_epi16(a, take_high, b));
-      }
-    }
-  }
-}
-
-// scores = query rows x keys; (16, count rounded up to WIDE).
-inline void score(const bf16* query, const bf16* keys, int64_t count, int64_t dim, float* scores) {
-  for (int64_t key = 0; key < count; key += WIDE) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t d = 0; d < dim; d += PAIR) {
-      const bf16* tile = keys + key * dim + d * WIDE;
-      _tile_loadd(4, query + d, dim * sizeof(bf16));
-      _tile_loadd(5, tile, 64);
-      _tile_loadd(6, tile + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
-      _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_dpbf16ps(3, 4, 6);
-    }
-    float* to = scores + key;
-    _tile_stored(0, to, SCORES * sizeof(float));
-    _tile_stored(1, to + TILE, SCORES * sizeof(float));
-    _tile_stored(2, to + 2 * TILE, SCORES * sizeof(float));
-    _tile_stored(3, to + 3 * TILE, SCORES * sizeof(float));
-  }
-}
-
-// out += weights x values; (16, dim).
-inline void accumulate(const bf16* weights, const bf16* values, int64_t count, int64_t dim, float* out) {
-  const int64_t bytes = dim * sizeof(float);
-  int64_t d = 0;
-  for (; d + 4 * TILE <= dim; d += 4 * TILE) {
-    _tile_loadd(0, out + d, bytes);
-    _tile_loadd(1, out + d + TILE, bytes);
-    _tile_loadd(2, out + d + 2 * TILE, bytes);
-    _tile_loadd(3, out + d + 3 * TILE, bytes);
-    for (int64_t key = 0; key < count; key += PAIR) {
-      const bf16* tile = values + key * dim + d * PAIR;
-      _tile_loadd(4, weights + key, WEIGHTS * sizeof(bf16));
-      _tile_loadd(5, tile, 64);
-      _tile_loadd(6, tile + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, tile + 2 * TILE * PAIR, 64);
-      _tile_loadd(6, tile + 3 * TILE * PAIR, 64);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_dpbf16ps(3, 4, 6);
-    }
-    _tile_stored(0, out + d, bytes);
-    _tile_stored(1, out + d + TILE, bytes);
-    _tile_stored(2, out + d + 2 * TILE, bytes);
-    _tile_stored(3, out + d + 3 * TILE, bytes);
-  }
-  for (; d < dim; d += PAIR) {
-    _tile_loadd(0, out + d, bytes);
-    _tile_loadd(1, out + d + TILE, bytes);
-    for (int64_t key = 0; key < count; key += PAIR) {
-      const bf16* tile = values + key * dim + d * PAIR;
-      _tile_loadd(4, weights + key, WEIGHTS * sizeof(bf16));
-      _tile_loadd(5, tile, 64);
-      _tile_loadd(6, tile + TILE * PAIR, 64);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-    }
-    _tile_stored(0, out + d, bytes);
-    _tile_stored(1, out + d + TILE, bytes);
-  }
-}
-
-// Rows whose softmax is computed side by side, so that none waits for itself.
-constexpr int ABREAST = 4;
 
 // Scores of keys that a row does not see.
-inline void hide(float* scores, int64_t begin, int64_t end, int64_t used) {
-  begin = std::clamp<int64_t>(begin, 0, used);
-  end = std::clamp<int64_t>(end, begin, used);
-  std::fill(scores, scores + begin, NONE);
-  std::fill(scores + end, scores + used, NONE);
+inline void hide(const int32_t* begins, const int32_t* ends, int64_t start, int64_t used, float* scores) {
+  const __m512i begin = _mm512_loadu_si512(begins), end = _mm512_loadu_si512(ends);
+  const int64_t all_begun = std::clamp<int64_t>(_mm512_reduce_max_epi32(begin) - start, 0, used);
+  const int64_t none_ended = std::clamp<int64_t>(_mm512_reduce_min_epi32(end) - start, 0, used);
+  const auto blend = [&](int64_t key) {
+    const __m512i at = _mm512_set1_epi32(static_cast<int32_t>(start + key));
+    const __mmask16 seen = _mm512_cmple_epi32_mask(begin, at) & _mm512_cmpgt_epi32_mask(end, at);
+    float* score = scores + key * TILE;
+    _mm512_store_ps(score, _mm512_mask_blend_ps(seen, _mm512_set1_ps(NONE), _mm512_load_ps(score)));
+  };
+  for (int64_t key = 0; key < all_begun; ++key) blend(key);
+  for (int64_t key = std::max(all_begun, none_ended); key < used; ++key) blend(key);
 }
 
-inline void maxima(const float* scores, int64_t used, float* most) {
-  __m512 top[ABREAST];
-  for (int r = 0; r < ABREAST; ++r) top[r] = _mm512_load_ps(scores + r * SCORES);
-  for (int64_t key = TILE; key < used; key += TILE)
-    for (int r = 0; r < ABREAST; ++r)
-      top[r] = _mm512_max_ps(top[r], _mm512_load_ps(scores + r * SCORES + key));
-  for (int r = 0; r < ABREAST; ++r) most[r] = _mm512_reduce_max_ps(top[r]);
-}
-
-// Scores become weights, 2 to the power of how far they lie below the top.
-inline void exponentials(
-    const float* scores, int64_t used, float scale, const float* tops, float* totals,
-    bf16* weights) {
-  const __m512 factor = _mm512_set1_ps(scale);
-  __m512 base[ABREAST], total[ABREAST];
-  for (int r = 0; r < ABREAST; ++r) {
-    base[r] = _mm512_set1_ps(tops[r] == NONE ? 0.f : tops[r]);
-    total[r] = _mm512_setzero_ps();
+// A tile of rows' scores become weights; earlier results of a row shrink where its top grows.
+inline void soften(
+    const float* scores, int64_t used, float scale, float* tops, float* totals, bf16* weights,
+    float* out, int64_t dim) {
+  const __m512 factor = _mm512_set1_ps(scale), before = _mm512_load_ps(tops);
+  // Of scaled scores; a scale is positive.
+  const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(maxima(scores, used), factor));
+  const __mmask16 grown = _mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ);
+  __m512 total = _mm512_load_ps(totals);
+  if (grown != 0) {
+    const __m512 shrink = _mm512_mask_blend_ps(
+        grown, _mm512_set1_ps(1.f), exp2_of(_mm512_sub_ps(before, now)));
+    total = _mm512_mul_ps(total, shrink);
+    for (int64_t d = 0; d < dim; ++d)
+      _mm512_store_ps(out + d * TILE, _mm512_mul_ps(shrink, _mm512_load_ps(out + d * TILE)));
+    _mm512_store_ps(tops, now);
   }
-  for (int64_t key = 0; key < used; key += PAIR) {
-    for (int r = 0; r < ABREAST; ++r) {
-      const float* from = scores + r * SCORES + key;
-      const __m512 a = exp2_below(_mm512_fmsub_ps(_mm512_load_ps(from), factor, base[r]));
-      const __m512 b = exp2_below(_mm512_fmsub_ps(_mm512_load_ps(from + TILE), factor, base[r]));
-      total[r] = _mm512_add_ps(total[r], _mm512_add_ps(a, b));
-      _mm512_store_si512(weights + r * WEIGHTS + key, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  const __mmask16 nothing = _mm512_cmp_ps_mask(now, _mm512_set1_ps(NONE), _CMP_EQ_OQ);
+  const __m512 base = _mm512_mask_blend_ps(nothing, now, _mm512_setzero_ps());
+  _mm512_store_ps(totals, _mm512_add_ps(total, exponentials(scores, used, factor, base, weights)));
+}
+
+// All KV heads' queries of a task; zeros up to a whole tile.
+inline void load_query(const Inputs& in, const Task& task, Scratch& s) {
+  const int64_t rows = task.tokens * in.groups;
+  bf16* to = s.query;
+  for (int64_t head = task.head; head < task.end_head; ++head) {
+    for (int64_t row = 0; row < rows; row += TILE, to += TILE * in.key_dim) {
+      const bf16* from[TILE];
+      int64_t token = task.token + row / in.groups, group = row % in.groups;
+      for (int64_t i = 0; i < TILE; ++i) {
+        from[i] = row + i < rows
+            ? in.query + token * in.query_token + (head * in.groups + group) * in.query_head
+            : ZEROS;
+        if (++group == in.groups) {
+          group = 0;
+          ++token;
+        }
+      }
+      pack_rows(from, in.key_dim, to);
     }
   }
-  for (int r = 0; r < ABREAST; ++r) totals[r] += _mm512_reduce_add_ps(total[r]);
-}
-
-// A tile of scores become weights; earlier results of a row shrink where its top grows.
-inline void soften(
-    float* scores, int64_t rows, int64_t used, float scale, float* tops, float* totals,
-    bf16* weights, float* out, int64_t dim) {
-  alignas(64) float most[TILE], shrink[TILE];
-  const int64_t all = (rows + ABREAST - 1) / ABREAST * ABREAST;
-  std::fill(most, most + TILE, NONE);
-  for (int64_t row = 0; row < all; row += ABREAST) maxima(scores + row * SCORES, used, most + row);
-  const __m512 before = _mm512_loadu_ps(tops);
-  // Of scaled scores; a scale is positive. In this order a top that is NaN is kept.
-  const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(most), _mm512_set1_ps(scale)));
-  const __mmask16 grown = _mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ);
-  const __m512 factor = _mm512_mask_blend_ps(
-      grown, _mm512_set1_ps(1.f), exp2_below(_mm512_sub_ps(before, now)));
-  _mm512_storeu_ps(tops, now);
-  _mm512_storeu_ps(totals, _mm512_mul_ps(_mm512_loadu_ps(totals), factor));
-  _mm512_store_ps(shrink, factor);
-  for (int64_t row = 0; row < all; row += ABREAST)
-    exponentials(scores + row * SCORES, used, scale, tops + row, totals + row, weights + row * WEIGHTS);
-  for (int64_t row = 0; row < rows; ++row) {
-    if (!(grown >> row & 1)) continue;
-    const __m512 by = _mm512_set1_ps(shrink[row]);
-    for (int64_t d = 0; d < dim; d += LANES)
-      _mm512_store_ps(out + row * dim + d, _mm512_mul_ps(by, _mm512_load_ps(out + row * dim + d)));
-  }
-}
-
-inline int64_t padded(int64_t rows) { return (rows + TILE - 1) / TILE * TILE; }
-
-// One KV head's queries, side by side; zeros up to a whole tile.
-inline void load_query(const Inputs& in, const Task& task, int64_t head, bf16* query) {
-  const int64_t rows = task.tokens * in.groups;
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = task.token + row / in.groups;
-    const bf16* from = in.query + token * in.query_token +
-        (head * in.groups + row % in.groups) * in.query_head;
-    std::memcpy(query + row * in.key_dim, from, in.key_dim * sizeof(bf16));
-  }
-  std::memset(query + rows * in.key_dim, 0, (padded(rows) - rows) * in.key_dim * sizeof(bf16));
 }
 
 // Walks along a block table without dividing.
@@ -281,230 +124,175 @@ struct Cursor {
   }
 };
 
-// Where the keys and values of a chunk begin, for the first KV head.
-struct Rows {
-  const bf16 *keys[CHUNK], *values[CHUNK];
-};
-
-// Find the next keys and values, wherever their blocks lie, and have them fetched.
-inline void find_rows(const Inputs& in, const Task& task, int64_t count, Cursor& cursor, Rows& rows) {
-  const int64_t heads = task.end_head - task.head;
-  for (int64_t i = 0; i < count; ++i) {
+// Find the keys and values of a chunk, wherever their blocks lie; zeros before the task's first.
+inline void find_rows(const Inputs& in, const Task& task, int64_t start, Rows& rows) {
+  rows.count = std::min<int64_t>(CHUNK, task.end_key - start);
+  int64_t i = std::max<int64_t>(0, task.first_key - start);
+  std::fill_n(rows.keys, i, ZEROS);
+  std::fill_n(rows.values, i, ZEROS);
+  Cursor cursor(in, task.table, start + i);
+  for (; i < rows.count; ++i) {
     const int64_t slot = cursor.next(in);
     rows.keys[i] = in.keys + slot * in.key_slot + task.head * in.key_dim;
     rows.values[i] = in.values + slot * in.value_slot + task.head * in.value_dim;
-    for (int64_t d = 0; d < heads * in.key_dim; d += PAIR)
-      _mm_prefetch(rows.keys[i] + d, _MM_HINT_T1);
-    for (int64_t d = 0; d < heads * in.value_dim; d += PAIR)
-      _mm_prefetch(rows.values[i] + d, _MM_HINT_T1);
   }
 }
 
-// One KV head's share of a chunk's rows; what is missing to whole tiles is zeros.
-inline void rows_of_head(const Inputs& in, int64_t head, int64_t count, const Rows& rows, Rows& own) {
-  for (int64_t i = 0; i < count; ++i) {
-    own.keys[i] = rows.keys[i] + head * in.key_dim;
-    own.values[i] = rows.values[i] + head * in.value_dim;
-  }
-  const int64_t whole = (count + PAIR - 1) / PAIR * PAIR;
-  for (int64_t i = count; i < whole; ++i) own.keys[i] = own.values[i] = ZEROS;
-}
+// Rows that are fetched, a few at a time, while others are computed.
+class Ahead {
+ public:
+  Ahead(const Inputs& in, const Task& task, const Rows& rows, int64_t steps)
+      : rows_(rows),
+        keys_((task.end_head - task.head) * in.key_dim),
+        values_((task.end_head - task.head) * in.value_dim),
+        portion_((rows.count + steps - 1) / steps) {}
+  void step() { fetch(std::min(rows_.count, next_ + portion_)); }
+  void finish() { fetch(rows_.count); }
 
-// A tile of query rows and how many of a chunk's keys its last one sees; none if 0.
-struct RowTile {
-  int64_t row, end, reach;
+ private:
+  void fetch(int64_t end) {
+    for (; next_ < end; ++next_) {
+      for (int64_t d = 0; d < keys_; d += PAIR) _mm_prefetch(rows_.keys[next_] + d, _MM_HINT_T1);
+      for (int64_t d = 0; d < values_; d += PAIR) _mm_prefetch(rows_.values[next_] + d, _MM_HINT_T1);
+    }
+  }
+  const Rows& rows_;
+  const int64_t keys_, values_, portion_;
+  int64_t next_ = 0;
 };
 
-inline RowTile row_tile(
-    const Inputs& in, const Task& task, int64_t start, int64_t count, int64_t row) {
-  const int64_t end = std::min<int64_t>(task.tokens * in.groups, row + TILE);
-  // Positions grow along an item, or lie behind all its keys.
-  const int64_t last = in.positions[task.token + (end - 1) / in.groups] - start;
-  return {row, end, std::max<int64_t>(0, std::min(count, last + 1))};
-}
-
-inline void soften_tile(
-    const Inputs& in, const Task& task, int64_t start, int64_t base, const RowTile& tile,
-    Scratch& s, int buffer) {
-  const int64_t used = (tile.reach + PAIR - 1) / PAIR * PAIR;
-  for (int64_t row = tile.row; row < tile.end; ++row) {
-    const int64_t token = task.token + row / in.groups;
-    const int64_t begin = in.first[token] - start;
-    const int64_t end = std::min(tile.reach, in.positions[token] - start + 1);
-    if (begin > 0 || end < used)
-      hide(s.scores[buffer] + (row - tile.row) * SCORES, begin, end, used);
+// One KV head's keys of a chunk: where they lie, if tiles of them lie in one block.
+inline Keys keys_of(const Inputs& in, const Task& task, int64_t head, int64_t start, const Rows& rows, Scratch& s) {
+  Keys keys{};
+  const int64_t tiles = (rows.count + TILE - 1) / TILE, dim = in.key_dim;
+  const bool whole = in.block_size % TILE == 0;
+  keys.bytes = (whole ? in.key_slot : dim) * static_cast<int64_t>(sizeof(bf16));
+  if (whole) {
+    const int64_t skipped = std::max<int64_t>(0, task.first_key - start);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t key = std::max(tile * TILE, skipped);
+      keys.tiles[tile] = rows.keys[key] - (key - tile * TILE) * in.key_slot + head * dim;
+    }
+  } else {
+    for (int64_t key = 0; key < tiles * TILE; ++key) {
+      const bool found = key < rows.count && rows.keys[key] != ZEROS;
+      std::memcpy(s.keys + key * dim, found ? rows.keys[key] + head * dim : ZEROS, dim * sizeof(bf16));
+    }
+    for (int64_t tile = 0; tile < tiles; ++tile) keys.tiles[tile] = s.keys + tile * TILE * dim;
   }
-  const int64_t place = base + tile.row;
-  soften(
-      s.scores[buffer], tile.end - tile.row, used, in.scale, s.tops + place, s.totals + place,
-      s.weights[buffer], s.out + place * in.value_dim, in.value_dim);
+  std::fill(keys.tiles + tiles, keys.tiles + CHUNK / TILE, keys.tiles[tiles - 1]);
+  return keys;
 }
 
-// Attend from a task's tokens to one chunk, for the KV head whose rows begin at `base`.
-//
-// Tiles are stored a whole tile of rows before they are read: what was stored just before would
-// have to be waited for.
+// One KV head's values of a chunk; what is missing to whole tiles is zeros.
+inline void values_of(const Inputs& in, int64_t head, const Rows& rows, Scratch& s) {
+  const bf16* own[CHUNK];
+  for (int64_t i = 0; i < rows.count; ++i)
+    own[i] = rows.values[i] == ZEROS ? ZEROS : rows.values[i] + head * in.value_dim;
+  const int64_t all = (rows.count + PAIR - 1) / PAIR * PAIR;
+  std::fill(own + rows.count, own + all, ZEROS);
+  pack_values(own, all, in.value_dim, s.values);
+}
+
+// Attend from R tiles of a head's rows to one chunk. `place` is the first of them in the buffers.
+template <int R>
+inline void attend_rows(
+    const Inputs& in, const Keys& keys, int64_t start, int64_t count, int64_t row, int64_t place,
+    Ahead& ahead, Scratch& s) {
+  __m512i begins = _mm512_loadu_si512(s.begins + row), ends = _mm512_loadu_si512(s.ends + row);
+  if constexpr (R == 2) {
+    begins = _mm512_min_epi32(begins, _mm512_loadu_si512(s.begins + row + TILE));
+    ends = _mm512_max_epi32(ends, _mm512_loadu_si512(s.ends + row + TILE));
+  }
+  const int64_t reach = std::min<int64_t>(count, _mm512_reduce_max_epi32(ends) - start);
+  if (reach <= 0 || _mm512_reduce_min_epi32(begins) >= start + count) return;
+  const int64_t used = (reach + PAIR - 1) / PAIR * PAIR;
+  score<R>(keys, s.query + place * in.key_dim, reach, in.key_dim, s.scores);
+  ahead.step();
+  for (int64_t tile = 0; tile < R; ++tile) {
+    const int64_t at = place + tile * TILE, behind = row + tile * TILE;
+    hide(s.begins + behind, s.ends + behind, start, used, s.scores[tile]);
+    soften(
+        s.scores[tile], used, in.scale, s.tops + at, s.totals + at, s.weights[tile],
+        s.out + at * in.value_dim, in.value_dim);
+    ahead.step();
+  }
+  accumulate<R>(s.values, s.weights, used, in.value_dim, s.out + place * in.value_dim);
+}
+
 inline void attend(
-    const Inputs& in, const Task& task, int64_t start, int64_t count, int64_t base, Scratch& s) {
-  const int64_t tiles = (task.tokens * in.groups + TILE - 1) / TILE;
-  RowTile scored{}, softened{};
-  for (int64_t index = 0; index < tiles + 2; ++index) {
-    const int even = index % 2, odd = 1 - even;
-    RowTile tile{};
-    if (index < tiles) tile = row_tile(in, task, start, count, index * TILE);
-    if (tile.reach > 0)
-      score(s.query + (base + tile.row) * in.key_dim, s.keys, tile.reach, in.key_dim, s.scores[even]);
-    if (scored.reach > 0) soften_tile(in, task, start, base, scored, s, odd);
-    if (softened.reach > 0) {
-      float* out = s.out + (base + softened.row) * in.value_dim;
-      accumulate(s.weights[even], s.values, softened.reach, in.value_dim, out);
-    }
-    softened = scored;
-    scored = tile;
-  }
+    const Inputs& in, const Task& task, const Keys& keys, int64_t start, int64_t count,
+    int64_t place, Ahead& ahead, Scratch& s) {
+  const int64_t rows = padded(task.tokens * in.groups);
+  int64_t row = 0;
+  for (; row + TILE < rows; row += 2 * TILE)
+    attend_rows<2>(in, keys, start, count, row, place + row, ahead, s);
+  if (row < rows) attend_rows<1>(in, keys, start, count, row, place + row, ahead, s);
 }
 
-inline void run(const Inputs& in, const Task& task, Scratch& s, float* out, Sums* sums) {
+// A task's result, turned back: for each head and row its dimensions.
+inline void write_out(const Inputs& in, const Task& task, const Scratch& s, float* out, Sums* sums) {
   const int64_t rows = task.tokens * in.groups, heads = task.end_head - task.head;
-  const int64_t stride = padded(rows);
-  for (int64_t head = 0; head < heads; ++head)
-    load_query(in, task, task.head + head, s.query + head * stride * in.key_dim);
-  std::fill_n(s.out, heads * stride * in.value_dim, 0.f);
-  std::fill_n(s.tops, heads * stride, NONE);
-  std::fill_n(s.totals, heads * stride, 0.f);
-  // Two sets: the next chunk is fetched while this one is computed.
-  Rows sets[2], own;
-  Cursor cursor(in, task.table, task.first_key);
-  int current = 0;
-  const auto left = [&](int64_t start) { return std::min<int64_t>(CHUNK, task.end_key - start); };
-  find_rows(in, task, left(task.first_key), cursor, sets[0]);
-  for (int64_t start = task.first_key; start < task.end_key; start += CHUNK, current ^= 1) {
-    if (start + CHUNK < task.end_key)
-      find_rows(in, task, left(start + CHUNK), cursor, sets[current ^ 1]);
+  const int64_t dim = in.value_dim;
+  for (int64_t head = 0; head < heads; ++head, out += rows * dim, sums += rows) {
+    for (int64_t row = 0; row < rows; row += TILE) {
+      const int64_t place = head * padded(rows) + row, count = std::min<int64_t>(TILE, rows - row);
+      for (int64_t d = 0; d < dim; d += TILE) {
+        const float* from = s.out + place * dim + d * TILE;
+        __m512i block[TILE];
+        for (int i = 0; i < TILE; ++i) block[i] = _mm512_load_si512(from + i * TILE);
+        transpose(block);
+        for (int64_t i = 0; i < count; ++i) _mm512_storeu_si512(out + (row + i) * dim + d, block[i]);
+      }
+      for (int64_t i = 0; i < count; ++i) sums[row + i] = {s.tops[place + i], s.totals[place + i]};
+    }
+  }
+}
+
+// One task. Meanwhile the first keys and values of the one that follows are fetched, if there is one.
+inline void run(
+    const Inputs& in, const Task& task, const Task* following, bool fetched, Scratch& s, float* out,
+    Sums* sums) {
+  const int64_t rows = padded(task.tokens * in.groups), heads = task.end_head - task.head;
+  int64_t start = task.first_key / TILE * TILE;
+  find_rows(in, task, start, s.rows[0]);
+  if (!fetched) Ahead(in, task, s.rows[0], 1).finish();
+  load_query(in, task, s);
+  find_ranges(in, task, s);
+  std::fill_n(s.out, heads * rows * in.value_dim, 0.f);
+  std::fill_n(s.tops, heads * rows, NONE);
+  std::fill_n(s.totals, heads * rows, 0.f);
+  const int64_t steps = heads * (rows / TILE + (rows / TILE + 1) / 2);
+  for (int current = 0; start < task.end_key; start += CHUNK, current ^= 1) {
+    const Rows& now = s.rows[current];
+    Rows& next = s.rows[current ^ 1];
+    const Task* then = start + CHUNK < task.end_key ? &task : following;
+    next.count = 0;
+    if (then != nullptr)
+      find_rows(in, *then, then == &task ? start + CHUNK : then->first_key / TILE * TILE, next);
+    Ahead ahead(in, then != nullptr ? *then : task, next, steps);
     for (int64_t head = 0; head < heads; ++head) {
-      rows_of_head(in, head, left(start), sets[current], own);
-      pack_keys(own.keys, left(start), in.key_dim, s.keys);
-      pack_values(own.values, left(start), in.value_dim, s.values);
-      attend(in, task, start, left(start), head * stride, s);
+      const Keys keys = keys_of(in, task, head, start, now, s);
+      values_of(in, head, now, s);
+      attend(in, task, keys, start, now.count, head * rows, ahead, s);
     }
+    ahead.finish();
   }
-  for (int64_t head = 0; head < heads; ++head) {
-    const float* from = s.out + head * stride * in.value_dim;
-    std::memcpy(out + head * rows * in.value_dim, from, rows * in.value_dim * sizeof(float));
-    for (int64_t row = 0; row < rows; ++row)
-      sums[head * rows + row] = {s.tops[head * stride + row], s.totals[head * stride + row]};
-  }
+  write_out(in, task, s, out, sums);
 }
 
-// A range of tokens and keys of one item; its KV heads are not yet dealt out.
-struct Piece {
-  int64_t token, tokens, table, first_key, end_key;
-  int64_t keys() const { return end_key - first_key; }
-};
-
-inline std::vector<Piece> pieces_of(const Inputs& in, const int32_t* items, int64_t count) {
-  std::vector<Piece> pieces;
-  const int64_t most = std::max<int64_t>(1, HEAD_ROWS / in.groups);
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t* item = items + i * ITEM_FIELDS;
-    for (int64_t t = 0; t < item[1]; t += most) {
-      const int64_t token = item[0] + t, tokens = std::min<int64_t>(most, item[1] - t);
-      int64_t begin = std::numeric_limits<int64_t>::max(), end = 0;
-      for (int64_t q = token; q < token + tokens; ++q) {
-        begin = std::min(begin, in.first[q]);
-        end = std::max(end, in.positions[q] + 1);
-      }
-      begin = std::max<int64_t>(begin, item[3]);
-      end = std::min<int64_t>(end, item[4]);
-      if (begin < end) pieces.push_back({token, tokens, item[2], begin, end});
-    }
-  }
-  return pieces;
-}
-
-// A key's heads lie side by side in memory and stay together, and keys are not split, but where a
-// task would be so large that other threads wait for it.
-inline std::vector<Task> cut(
-    const Inputs& in, const int32_t* items, int64_t count, int64_t threads, int64_t& partials) {
-  const std::vector<Piece> pieces = pieces_of(in, items, count);
-  int64_t work = 0;
-  for (const Piece& p : pieces) work += p.tokens * p.keys() * in.kv_heads;
-  const int64_t most = threads == 1 ? work : std::max<int64_t>(1, work / (PARTS * threads));
-  std::vector<Task> tasks;
-  partials = 0;
-  for (const Piece& p : pieces) {
-    const int64_t of_head = p.tokens * p.keys();
-    const int64_t fit = std::max<int64_t>(1, MAX_ROWS / padded(p.tokens * in.groups));
-    const int64_t step = of_head * in.kv_heads > most ? 1 : fit;
-    const int64_t parts = (of_head + most - 1) / most;
-    const int64_t chunks = (p.keys() + CHUNK - 1) / CHUNK;
-    const int64_t keys = (chunks + parts - 1) / parts * CHUNK;
-    for (int64_t key = p.first_key; key < p.end_key; key += keys) {
-      const int64_t end_key = std::min(p.end_key, key + keys);
-      for (int64_t head = 0; head < in.kv_heads; head += step) {
-        const int64_t end = std::min(in.kv_heads, head + step);
-        tasks.push_back({p.token, p.tokens, p.table, key, end_key, head, end, partials});
-        partials += (end - head) * p.tokens * in.groups;
-      }
-    }
-  }
-  return tasks;
-}
-
-// Where the partial results of each token and KV head are: those of `index` lie between
-// starts[index] and starts[index + 1].
-struct Places {
-  std::vector<int64_t> starts, rows;
-};
-
-inline Places places_of(const Inputs& in, const std::vector<Task>& tasks, int64_t tokens) {
-  Places places;
-  places.starts.assign(tokens * in.kv_heads + 1, 0);
-  const auto visit = [&](auto&& each) {
-    for (const Task& task : tasks) {
-      int64_t row = task.partial;
-      for (int64_t head = task.head; head < task.end_head; ++head)
-        for (int64_t t = 0; t < task.tokens; ++t, row += in.groups)
-          each((task.token + t) * in.kv_heads + head, row);
-    }
+// One thread's part in all tasks.
+inline void run_tasks(
+    const Inputs& in, const std::vector<Task>& tasks, Portions& portions, float* parts, Sums* sums) {
+  const auto next = [&]() -> const Task* {
+    const int64_t index = portions.take(1);
+    return index < static_cast<int64_t>(tasks.size()) ? &tasks[index] : nullptr;
   };
-  visit([&](int64_t index, int64_t) { ++places.starts[index + 1]; });
-  for (int64_t i = 0; i < tokens * in.kv_heads; ++i) places.starts[i + 1] += places.starts[i];
-  places.rows.resize(places.starts.back());
-  std::vector<int64_t> next(places.starts.begin(), places.starts.end() - 1);
-  visit([&](int64_t index, int64_t row) { places.rows[next[index]++] = row; });
-  return places;
-}
-
-// Merge the partial results of some (token, KV head) pairs.
-inline void merge(
-    const Inputs& in, const Places& places, const float* parts, const Sums* sums, int64_t begin,
-    int64_t end, bf16* out, float* lse) {
-  alignas(64) float merged[MAX_DIM];
-  for (int64_t index = begin; index < end; ++index) {
-    const int64_t* first = places.rows.data() + places.starts[index];
-    const int64_t* last = places.rows.data() + places.starts[index + 1];
-    for (int64_t group = 0; group < in.groups; ++group) {
-      const int64_t row = index * in.groups + group;
-      float top = NONE, total = 0.f;
-      for (const int64_t* part = first; part < last; ++part)
-        top = std::max(top, sums[*part + group].top);
-      std::fill_n(merged, in.value_dim, 0.f);
-      for (const int64_t* part = first; part < last; ++part) {
-        const Sums& own = sums[*part + group];
-        if (own.total == 0.f) continue;  // It saw no key.
-        const float weight = std::exp2(own.top - top);
-        total += weight * own.total;
-        const float* from = parts + (*part + group) * in.value_dim;
-        for (int64_t d = 0; d < in.value_dim; ++d) merged[d] += weight * from[d];
-      }
-      // What is not a number must stay so, for the engine to see it.
-      const __m512 factor = _mm512_set1_ps(total == 0.f ? 0.f : 1.f / total);
-      bf16* to = out + row * in.value_dim;
-      for (int64_t d = 0; d < in.value_dim; d += LANES)
-        store(to + d, 0xffff, _mm512_mul_ps(_mm512_load_ps(merged + d), factor));
-      if (lse != nullptr) lse[row] = total > 0.f ? (top + std::log2(total)) * LN2 : FLOOR;
-    }
+  const Task *task = next(), *following = nullptr;
+  for (bool fetched = false; task != nullptr; task = following, fetched = true) {
+    following = next();
+    run(in, *task, following, fetched, own_scratch(), parts + task->partial * in.value_dim,
+        sums + task->partial);
   }
 }
 

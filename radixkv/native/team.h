@@ -71,10 +71,10 @@ class Portions {
   // Calls each(begin, end) until nothing is left; every thread of a team calls this.
   template <typename Each>
   void deal(int64_t total, int64_t portion, const Each& each) {
-    const auto next = [&] { return next_.fetch_add(portion, std::memory_order_relaxed); };
-    for (int64_t begin = next(); begin < total; begin = next())
+    for (int64_t begin = take(portion); begin < total; begin = take(portion))
       each(begin, std::min(total, begin + portion));
   }
+  int64_t take(int64_t portion) { return next_.fetch_add(portion, std::memory_order_relaxed); }
 
  private:
   alignas(64) std::atomic<int64_t> next_{0};
