@@ -18,6 +18,7 @@ import uvicorn
 from radixkv.llm import LLM
 from radixkv.server.app import create_app
 from radixkv.server.config import ServerConfig
+from radixkv.server.connections import Connection
 from radixkv.server.service import Service
 
 ENGINE = Path(__file__).parents[1] / "engine"
@@ -45,7 +46,8 @@ reference = _fixtures.reference
 def serving(llm: LLM, **settings: Any) -> Iterator[tuple[str, Service]]:
     """A real server on a free port, in a thread of this process: its URL, and what it stands on."""
     service = Service(llm, ServerConfig(port=0, drain_seconds=5, **settings))
-    config = uvicorn.Config(create_app(service), port=0, log_level="warning", lifespan="on")
+    app = create_app(service)
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", http=Connection)
     server = uvicorn.Server(config)
     # Named TCP, or asyncio does not switch the delay of small packets off: 40 ms an answer.
     listener = socket.socket(proto=socket.IPPROTO_TCP)
