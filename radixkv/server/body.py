@@ -32,7 +32,7 @@ MOST_TOLD = 4
 LONGEST_NAME = 64
 """A longer field's name is near none of ours."""
 
-BYTES_A_VALUE, BYTES_A_PART = 8, 64
+BYTES_A_VALUE, BYTES_A_PART = 8, 128
 """Of the bytes that a body may have, a value (a token id, say) stands for so many, and an object,
 a list or a field for so many. They are made in one go, in which nothing else runs: 2 MiB of
 ``[],`` would keep the event loop waiting for a second."""

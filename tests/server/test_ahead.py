@@ -170,3 +170,30 @@ def test_how_another_callers_context_stands_is_not_told(serve: Serve) -> None:
     asyncio.run(add())
     assert contexts.standings("a", [owned, new_id()]) == {owned: Standing(True)}
     assert contexts.standings("b", [owned]) == {}
+
+
+def test_a_contexts_text_is_made_with_the_texts(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    decode = Host.decode
+
+    def noted(self: Host, tokens: Any) -> str:
+        threads.append(threading.current_thread().name.removesuffix("_0"))
+        return decode(self, tokens)
+
+    monkeypatch.setattr(Host, "decode", noted)
+    name = caller.post("", content="a text")["id"]
+    told = caller.run(name, {"read": {}}, {"append": {"content": "!"}}, {"read": {}})
+    assert [its["result"].get("text") for its in told] == ["<bos>a text", None, "<bos>a text!"]
+    assert threads == ["radixkv-texts"] * 2
+
+
+def test_a_list_reads_so_many_tokens_at_the_most(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.server.contexts.operations.MOST_READ", 20)
+    name = caller.post("", content="a text")["id"]
+    told = caller.run(name, *([{"read": {}}] * 3))
+    assert [len(its["result"]["tokens"]) for its in told[:2]] == [7, 7]
+    assert "more than 20 tokens are read at a time" in told[2]["error"]["message"]

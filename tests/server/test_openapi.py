@@ -2,7 +2,8 @@
 
 Half of what it draws is what the document allows, half is not. Of what is allowed much is filled
 in, or nearly all of it would end at the first door: contexts that exist, prompts that are not
-empty, the model that is served. ``pytest tests/server/test_openapi.py --long`` has 6,900 cases.
+empty, the model that is served. ``pytest tests/server/test_openapi.py --long`` has 5,405 cases and
+takes eight minutes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,13 @@ from typing import Any
 from radixkv.cache import Namespace
 from radixkv.decoding import SamplingParams
 from radixkv.engine import Request
-from radixkv.errors import CacheInvariantError, ContextClosedError, ContextError, RadixKVError
+from radixkv.errors import (
+    CacheInvariantError,
+    ContextClosedError,
+    ContextError,
+    RadixKVError,
+    RequestError,
+)
 from radixkv.programs import Context, Host, Pending, majority
 from radixkv.programs.joining import By
 from radixkv.programs.joining import Majority as Vote
@@ -25,6 +31,9 @@ from radixkv.server.contexts.answers import view_of
 from radixkv.server.contexts.registry import MAX_CHECKPOINTS, Entry
 
 log = logging.getLogger("radixkv.server")
+MOST_READ = 1 << 22
+"""Tokens of all contexts that one list reads: a small body could ask for any number."""
+
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 # These are carried out whatever failed before them: they only end things.
 ENDINGS = (bodies.Cancel, bodies.Close)
@@ -84,6 +93,7 @@ class Workbench:
 
     host: Host
     failed: dict[Entry, Exception] = field(default_factory=dict)
+    num_read: int = 0
 
     def carry_out(self, steps: Sequence[Step]) -> list[Request]:
         """Do all, and note results and errors in them; the requests that were made."""
@@ -165,6 +175,12 @@ class Workbench:
                 context.close(body.retention)
                 step.result = {}
             case bodies.Read():
+                self.num_read += len(context)
+                if self.num_read > MOST_READ:
+                    raise RequestError(
+                        f"contexts of more than {MOST_READ} tokens are read at a time; read some "
+                        "of them in another request"
+                    )
                 step.result = view_of(entry, step.others)
         if step.pending is not None:
             entry.pending[step.name] = step.pending

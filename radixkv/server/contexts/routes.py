@@ -230,7 +230,7 @@ async def _until_gone(request: Request) -> None:
 class Stream(StreamingResponse):
     """Server-sent events of a run, which is left when the response ends, however it does."""
 
-    def __init__(self, run: Run, events: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, run: Run, events: AsyncIterator[bytes]) -> None:
         super().__init__(
             _as_lines(events), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
@@ -245,8 +245,8 @@ class Stream(StreamingResponse):
             self._run.leave()
 
 
-async def _as_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    waiting: asyncio.Task[dict[str, Any]] | None = None
+async def _as_lines(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    waiting: asyncio.Task[bytes] | None = None
     try:
         while True:
             waiting = waiting or asyncio.ensure_future(anext(events))
@@ -258,21 +258,25 @@ async def _as_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[byte
                 event, waiting = waiting.result(), None
             except StopAsyncIteration:
                 return
-            yield b"data: " + to_json(event) + b"\n\n"
+            yield b"data: " + event + b"\n\n"
     finally:
         if waiting is not None:
             waiting.cancel()
 
 
-async def _one_operations_events(run: Run) -> AsyncIterator[dict[str, Any]]:
+async def _one_operations_events(run: Run) -> AsyncIterator[bytes]:
     async for event in run.events():
-        yield _as_dict(event)
+        yield to_json(_as_dict(event))
 
 
-async def _all_events(run: Run) -> AsyncIterator[dict[str, Any]]:
-    yield {"outcomes": [_outcome(step) for step in run.steps]}
+async def _all_events(run: Run) -> AsyncIterator[bytes]:
+    outcomes = []
+    for step in run.steps:
+        outcomes.append(to_json(_outcome(step)))
+        await asyncio.sleep(0)  # Each may be a context of a hundred thousand tokens.
+    yield b'{"outcomes":[' + b",".join(outcomes) + b"]}"
     async for event in run.events():
-        yield {"operation": event.place, **_as_dict(event)}
+        yield to_json({"operation": event.place, **_as_dict(event)})
 
 
 def _outcome(step: Step) -> dict[str, Any]:

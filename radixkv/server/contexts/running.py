@@ -16,7 +16,7 @@ from radixkv.llm import LLM
 from radixkv.server.answer import Answer
 from radixkv.server.contexts import bodies
 from radixkv.server.contexts.ahead import Ahead
-from radixkv.server.contexts.answers import result_of
+from radixkv.server.contexts.answers import add_text, result_of
 from radixkv.server.contexts.operations import ENDINGS, Step, Workbench, look_for_closed
 from radixkv.server.contexts.registry import Contexts, Standing, new_id
 from radixkv.server.openai.texts import characters_of, texts_of
@@ -140,7 +140,7 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
             answers = await service.worker.begin(make, slots)
         else:
             await service.worker.call(make)
-        return Run(contexts, steps, answers)
+        run = Run(contexts, steps, answers)
     except RadixKVError:
         # Nothing was done: what was to be opened or forked is not there.
         for entry in entries:
@@ -149,6 +149,19 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
     finally:
         for tree in trees:
             contexts.renew(tree)
+    try:
+        if views := [step.result for step in steps if isinstance(step.operand, bodies.Read)]:
+            await service.on_texts(partial(_add_texts, views))
+    except BaseException:
+        run.leave()
+        raise
+    return run
+
+
+def _add_texts(views: Sequence[dict[str, Any] | None], llm: LLM) -> None:
+    for view in views:
+        if view is not None:  # It was not found, or not read.
+            add_text(view, llm)
 
 
 def _slots(service: Service, steps: Sequence[Step]) -> int:
