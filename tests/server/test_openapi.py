@@ -24,7 +24,7 @@ Serve = Callable[..., tuple[str, Service]]
 
 OPENS = "POST /v1/contexts"
 SEED = 20_240_607
-CASES, CASES_LONG = 12, 300
+CASES, CASES_LONG = 8, 300
 """Of each operation, of which there are 23."""
 
 PROMPTS: st.SearchStrategy[Any] = st.sampled_from(
