@@ -33,6 +33,7 @@ from radixkv import LLM
 from radixkv.model.loading import LoadedModel
 from radixkv.server.app import create_app
 from radixkv.server.config import ServerConfig
+from radixkv.server.connections import Connection
 from radixkv.server.service import Service
 
 NAMES = ("microseconds_a_token", "tokens_an_event", "bytes_a_token")
@@ -76,7 +77,7 @@ class Served:
         service = Service(llm, ServerConfig(port=0))
         self._app = create_app(service)
         self.loop: asyncio.AbstractEventLoop | None = None
-        config = uvicorn.Config(self._app, log_level="warning", access_log=False)
+        config = uvicorn.Config(self._app, log_level="warning", access_log=False, http=Connection)
         self.server = uvicorn.Server(config)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))

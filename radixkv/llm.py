@@ -37,7 +37,7 @@ from radixkv.model.loading import LoadedModel, load_on, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
 from radixkv.model.sizing import make_store
 from radixkv.programs import Context, Host, Pending, run
-from radixkv.programs.context import Content
+from radixkv.programs.content import Content
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from radixkv.client.wire import Content, content_json, retention_json, salt_of
 from radixkv.errors import RadixKVError, ServerUnreachableError
 
 # As many as a server takes in one list.
-MAX_OPERATIONS = 4096
+MAX_OPERATIONS = 1024
 
 
 class Client:

@@ -3,6 +3,7 @@
     context      Context: append, generate, score, choose, fork, join, checkpoint, rollback
     view         what a context says and holds, and whether it is free
     transcript   what a context says, and the places to go back to
+    content      what they are given, perhaps with its tokens
     pending      what these return: run, await or iterate it
     scoring      log-probabilities of given texts, and the choice of the likeliest
     joining      which branch is the best: by log-probability, by a function, by majority
@@ -13,6 +14,7 @@
 What a program costs is what the engine below computes for it; nothing is computed here.
 """
 
+from radixkv.programs.content import Prepared
 from radixkv.programs.context import Context
 from radixkv.programs.host import Host
 from radixkv.programs.joining import Majority, majority
@@ -30,6 +32,7 @@ __all__ = [
     "Host",
     "Majority",
     "Pending",
+    "Prepared",
     "Score",
     "majority",
     "run",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -20,16 +19,15 @@ from radixkv.errors import (
     RequestError,
     UnsupportedParameterError,
 )
+from radixkv.programs.content import Content, Prepared
 from radixkv.programs.endings import ending_of
 from radixkv.programs.host import Host
 from radixkv.programs.joining import By, Majority, best_of, check_branches, fill_in
 from radixkv.programs.pending import Generation
 from radixkv.programs.scoring import Choosing, Scoring, choose, score
 from radixkv.programs.transcript import Checkpoint
-from radixkv.programs.turns import Message, are_messages
+from radixkv.programs.turns import are_messages
 from radixkv.programs.view import ContextView
-
-Content = str | Sequence[int] | Sequence[Message]
 
 # Tokens behind which a generation's first ones are turned into text; as the engine does.
 DECODED_BEHIND = 8
@@ -73,7 +71,7 @@ class Context(ContextView):
 
     # -- growing ---------------------------------------------------------------------------------
 
-    def append(self, content: Content) -> None:
+    def append(self, content: Content | Prepared) -> None:
         """Add a text, token ids or chat messages; computed with the next generation.
 
         A text is tokenized on its own, so no token spans two appended texts. Messages open the
@@ -86,25 +84,15 @@ class Context(ContextView):
             template; if it is too long for its host.
         """
         self._check_free()
-        if isinstance(content, str):
-            tokens = self.host.tokenize(content, first=not self._said.tokens) if content else ()
-        elif are_messages(content):
-            tokens = self._turn_tokens(content)
+        if isinstance(content, Prepared):
+            tokens, content = content.tokens, content.content
         else:
-            tokens = self.host.checked(content)  # type: ignore[arg-type]
+            first, history = not self._said.tokens, self._said.messages
+            tokens = self.host.tokens_behind(content, first=first, history=history)
         self.host.check_length(len(self._said.tokens) + len(tokens))
         self._said.tokens.extend(tokens)
         if are_messages(content):
             self._said.messages += content  # type: ignore[arg-type]
-
-    def _turn_tokens(self, messages: Any) -> array[int]:
-        if self._said.messages:
-            return self.host.render_next(self._said.messages, messages)
-        if self._said.tokens:
-            raise RequestError(
-                "messages cannot follow plain text: the model's chat format begins a conversation"
-            )
-        return self.host.render_first(messages)
 
     def generate(self, params: SamplingParams | None = None, **settings: Any) -> Generation:
         """Queue a continuation; it runs when its result is asked for, or another's.
@@ -176,7 +164,7 @@ class Context(ContextView):
 
     # -- scoring ---------------------------------------------------------------------------------
 
-    def score(self, content: str | Sequence[int]) -> Scoring:
+    def score(self, content: str | Sequence[int] | Prepared) -> Scoring:
         """Log-probabilities of a continuation, which is not kept; queued as `generate` is.
 
         It is read by a fork, so the context can go on meanwhile.
@@ -189,7 +177,7 @@ class Context(ContextView):
         self._check_free()
         return score(self, content)
 
-    def choose(self, options: Sequence[str | Sequence[int]]) -> Choosing:
+    def choose(self, options: Sequence[str | Sequence[int] | Prepared]) -> Choosing:
         """Go on with the likeliest of some continuations, by mean log-probability a token.
 
         All are read in one batch, as forks; the winner's blocks become the context's.

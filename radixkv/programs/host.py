@@ -14,7 +14,8 @@ from radixkv.decoding import SamplingParams
 from radixkv.engine import Engine
 from radixkv.errors import PromptTooLongError, RequestError
 from radixkv.model.loading import LoadedModel, render_chat
-from radixkv.programs.turns import Message, render_next
+from radixkv.programs.content import Content
+from radixkv.programs.turns import Message, are_messages, render_next
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,37 @@ class Host:
                     f"token id {token} is outside the vocabulary of {self.engine.vocab_size} tokens"
                 )
         return tokens
+
+    def tokens_behind(
+        self, content: Content, *, first: bool, history: Sequence[Message]
+    ) -> array[int]:
+        """Token ids of what is appended to a context.
+
+        Parameters
+        ----------
+        content : str, sequence of int or sequence of messages
+        first : bool
+            Whether the context is empty.
+        history : sequence of messages
+            What was appended to it as messages.
+
+        Raises
+        ------
+        RequestError
+            If the content is of another kind, a token id is unknown, or the model has no chat
+            template.
+        """
+        if isinstance(content, str):
+            return self.tokenize(content, first=first) if content else array("i")
+        if not are_messages(content):
+            return self.checked(content)  # type: ignore[arg-type]
+        if history:
+            return self.render_next(history, content)  # type: ignore[arg-type]
+        if not first:
+            raise RequestError(
+                "messages cannot follow plain text: the model's chat format begins a conversation"
+            )
+        return self.render_first(content)  # type: ignore[arg-type]
 
     def check_length(self, num_tokens: int) -> None:
         """Raise `PromptTooLongError` for more tokens than a context may have here."""

@@ -13,6 +13,7 @@ from radixkv.decoding import SamplingParams
 from radixkv.engine import Request
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.errors import RequestError
+from radixkv.programs.content import Prepared
 from radixkv.programs.host import Host
 from radixkv.programs.pending import Pending
 
@@ -124,7 +125,10 @@ def best_score(requests: Sequence[Request]) -> int:
     return means.index(max(means))
 
 
-def score(context: Context, content: str | Sequence[int]) -> Scoring:
+Continuation = str | Sequence[int] | Prepared
+
+
+def score(context: Context, content: Continuation) -> Scoring:
     """See `Context.score`."""
     tokens = _continuation(context, content)
     with DeferredInterrupts():
@@ -134,12 +138,12 @@ def score(context: Context, content: str | Sequence[int]) -> Scoring:
     return scoring
 
 
-def choose(context: Context, options: Sequence[str | Sequence[int]]) -> Choosing:
+def choose(context: Context, options: Sequence[Continuation]) -> Choosing:
     """See `Context.choose`."""
     if isinstance(options, str) or not len(options):
         raise RequestError("choose takes a list of texts, at least one")
     continuations = [_continuation(context, option) for option in options]
-    texts = [option if isinstance(option, str) else "" for option in options]
+    texts = [_text(option) for option in options]
 
     def conclude(well: bool) -> None:
         if well:
@@ -155,13 +159,22 @@ def choose(context: Context, options: Sequence[str | Sequence[int]]) -> Choosing
     return choosing
 
 
-def _continuation(context: Context, content: str | Sequence[int]) -> Sequence[int]:
+def _text(option: Continuation) -> str:
+    if isinstance(option, Prepared):
+        return option.text
+    return option if isinstance(option, str) else ""
+
+
+def _continuation(context: Context, content: Continuation) -> Sequence[int]:
     if not len(context):
         raise RequestError("an empty context has nothing to score behind; append a text first")
     host = context.host
-    tokens = (
-        host.tokenize(content, first=False) if isinstance(content, str) else host.checked(content)
-    )
+    if isinstance(content, Prepared):
+        tokens = content.tokens
+    elif isinstance(content, str):
+        tokens = host.tokenize(content, first=False)
+    else:
+        tokens = host.checked(content)
     if not tokens:
         raise RequestError("the continuation is empty; it needs at least one token")
     return tokens

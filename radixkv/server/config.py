@@ -28,8 +28,9 @@ class ServerConfig:
     max_queued : int
         Requests that may be unfinished at a time; more are answered with 429.
     max_body_bytes : int
-        Largest body of a request. While one is read nothing else runs: 4 to 24 ms for 2 MiB of
-        what is well meant; see `benchmarks/event_loop.py`.
+        Largest body of a request. A value in it may stand for 8 of these bytes, an object, list or
+        field for 128 (see `body.check_parts`): while they are made nothing else runs; see
+        `benchmarks/event_loop.py`.
     max_n : int
         Most continuations of one prompt, and most prompts of one request.
     context_seconds : float

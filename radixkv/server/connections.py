@@ -1,4 +1,4 @@
-"""Connection: uvicorn's, but closed if nothing is asked on it."""
+"""Connection: uvicorn's, but closed if nothing is asked on it, and read little by little."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+READ_BYTES = 2048
+"""So much is read at a time: it may be hundreds of chunks, 20 µs each, and nothing else runs."""
 
-class Connection(H11Protocol):
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
     """A client's connection, whose first request must come in time as every other must.
 
     uvicorn limits the time from an answer to the next request alone: who connects and says nothing
@@ -16,8 +19,15 @@ class Connection(H11Protocol):
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._buffer = bytearray(READ_BYTES)
         super().connection_made(transport)
         self._wait_for_head()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

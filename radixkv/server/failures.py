@@ -47,6 +47,9 @@ STATUSES: tuple[tuple[type[RadixKVError], int, str | None], ...] = (
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 RETRY_AFTER_SECONDS = 1
 
+LONGEST_MESSAGE = 4096
+"""Characters of what a client is told; it may quote what was sent."""
+
 
 def error_body(
     status: int, message: str, *, code: str | None = None, param: str | None = None
@@ -58,6 +61,8 @@ def error_body(
 
 def sendable(text: str) -> str:
     """A text that may quote what clients sent, with what is no character written out."""
+    if len(text) > LONGEST_MESSAGE:
+        text = f"{text[:LONGEST_MESSAGE]}..."
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
-from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-def _server_fixtures() -> Any:
-    path = Path(__file__).parents[1] / "server" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("server_fixtures", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from real_server import serve
+from tiny_model import _one_thread, make_llm, tiny
 
-
-_fixtures = _server_fixtures()
-_one_thread = _fixtures._one_thread
-tiny = _fixtures.tiny
-make_llm = _fixtures.make_llm
-serve = _fixtures.serve
+__all__ = ["_one_thread", "make_llm", "serve", "tiny"]

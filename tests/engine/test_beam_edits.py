@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from beams import answers, assert_same, hugging_face
-from conftest import VOCABULARY, byte_tokenizer, tiny_llama
 from fake import check_over, make_engine, naive_beams
+from tiny_model import VOCABULARY, byte_tokenizer, tiny_llama
 
 from radixkv.decoding import BeamSearchParams
 from radixkv.engine import output_of

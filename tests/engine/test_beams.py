@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from beams import Answer, answers, assert_same, hugging_face
-from conftest import VOCABULARY, tiny_llama
 from fake import check_over, make_engine
+from tiny_model import VOCABULARY, tiny_llama
 
 from radixkv.cache import PrefixCache
 from radixkv.decoding import BeamSearchParams, SamplingParams, TextDelta, TextStream

@@ -9,7 +9,8 @@ from typing import Any
 
 from radixkv.decoding import TokenLogprobs
 from radixkv.engine import RequestOutput
-from radixkv.programs import Choice, Context, Pending, Score
+from radixkv.llm import LLM
+from radixkv.programs import Choice, Context, Host, Pending, Score
 from radixkv.server.contexts.registry import Entry
 
 
@@ -24,7 +25,10 @@ def numbers(values: Iterable[float]) -> list[float | None]:
 
 
 def view_of(entry: Entry, tree: Iterable[Entry]) -> dict[str, Any]:
-    """What a context says and holds, with its open branches' ids; also once it is closed."""
+    """What a context says and holds, with its open branches' ids; also once it is closed.
+
+    Its text is put in by `add_text`: a long one takes longer than a step.
+    """
     context = entry.context
     assert context is not None
     names = {each.context: each.id for each in tree if each.context is not None}
@@ -35,13 +39,19 @@ def view_of(entry: Entry, tree: Iterable[Entry]) -> dict[str, Any]:
         "parent": None if context.parent is None else names.get(context.parent),
         # A score is read by a branch that nobody else knows of.
         "branches": [name for name in open_branches if name is not None],
-        "text": context.text if context.host.loaded.tokenizer is not None else None,
+        "text": None,
         "tokens": list(context.tokens),
         "generated": context.generated,
         "logprobs": numbers(context.logprobs),
         "messages": list(context.messages),
         "stats": asdict(context.stats),
     }
+
+
+def add_text(view: dict[str, Any], llm: LLM) -> None:
+    """Put its text into what `view_of` gave, where the model has a tokenizer."""
+    if llm.loaded.tokenizer is not None:
+        view["text"] = Host(llm.engine, llm.loaded).decode(view["tokens"])
 
 
 def result_of(context: Context, pending: Pending[Any]) -> dict[str, Any]:

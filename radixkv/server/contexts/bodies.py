@@ -28,7 +28,9 @@ from radixkv.server.body import Body
 ContextId = Annotated[str, StringConstraints(pattern=r"^ctx-[A-Za-z0-9_-]{22,64}$")]
 Seconds = Annotated[StrictFloat | StrictInt, Field(gt=0, le=10**9, allow_inf_nan=False)]
 
-MAX_OPERATIONS = 4096
+MAX_OPERATIONS = 1024
+MAX_BRANCHES = 4096
+"""Of one fork or join; a server has fewer contexts by default."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -132,7 +134,7 @@ class Fork(Body):
     """Branches."""
 
     n: Annotated[StrictInt, Field(ge=1)]
-    ids: Annotated[list[ContextId], Field(fail_fast=True)] | None = None
+    ids: Annotated[list[ContextId], Field(max_length=MAX_BRANCHES, fail_fast=True)] | None = None
 
 
 class Majority(Body):
@@ -156,7 +158,7 @@ class Scores(Body):
 class Join(Body):
     """The end of branches, and what comes of them."""
 
-    branches: Annotated[list[str], Field(fail_fast=True)]
+    branches: Annotated[list[str], Field(max_length=MAX_BRANCHES, fail_fast=True)]
     mode: Literal["best", "append", "all"] = "best"
     by: Literal["mean_logprob", "total_logprob"] | Majority | Answers | Scores = "mean_logprob"
     template: str = "{text}\n"

@@ -15,18 +15,30 @@ from typing import Any
 from radixkv.cache import Namespace
 from radixkv.decoding import SamplingParams
 from radixkv.engine import Request
-from radixkv.errors import CacheInvariantError, ContextClosedError, ContextError, RadixKVError
+from radixkv.errors import (
+    CacheInvariantError,
+    ContextClosedError,
+    ContextError,
+    RadixKVError,
+    RequestError,
+)
 from radixkv.programs import Context, Host, Pending, majority
 from radixkv.programs.joining import By
 from radixkv.programs.joining import Majority as Vote
 from radixkv.server.contexts import bodies
+from radixkv.server.contexts.ahead import Ready, fitting, standing_of
 from radixkv.server.contexts.answers import view_of
 from radixkv.server.contexts.registry import MAX_CHECKPOINTS, Entry
 
 log = logging.getLogger("radixkv.server")
+MOST_READ = 1 << 22
+"""Tokens of all contexts that one list reads: a small body could ask for any number."""
+
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 # These are carried out whatever failed before them: they only end things.
 ENDINGS = (bodies.Cancel, bodies.Close)
+# Behind these a context may be empty, or have other messages, where it was not or had not before.
+CHANGES = (bodies.Open, bodies.Append, bodies.Fork, bodies.Join, bodies.Rollback)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +57,8 @@ class Step:
         What a generation, score or choice is called by.
     namespace : tuple of str
         Of a context that is opened.
-    tokens : list of int or None
-        Of the text that is opened with, appended or scored; None to tokenize it here.
+    ready : sequence of (Standing or None, Prepared)
+        What it gives, tokenized before; see `Ahead`.
     result : dict or None
         What there was to be answered at once.
     pending : Pending or None
@@ -60,7 +72,7 @@ class Step:
     params: SamplingParams | None = None
     name: str = ""
     namespace: Namespace = ()
-    tokens: list[int] | None = None
+    ready: Ready = ()
     result: dict[str, Any] | None = None
     pending: Pending[Any] | None = None
     error: Exception | None = None
@@ -81,6 +93,7 @@ class Workbench:
 
     host: Host
     failed: dict[Entry, Exception] = field(default_factory=dict)
+    num_read: int = 0
 
     def carry_out(self, steps: Sequence[Step]) -> list[Request]:
         """Do all, and note results and errors in them; the requests that were made."""
@@ -119,10 +132,14 @@ class Workbench:
             self._do_with(entry.context, step)
         elif not isinstance(step.operand, ENDINGS):
             raise ContextClosedError("the context has never been opened: that has failed")
+        if isinstance(step.operand, CHANGES):
+            for changed in (entry, *(step.others if isinstance(step.operand, bodies.Fork) else ())):
+                assert changed.context is not None
+                changed.standing = standing_of(changed.context)
 
     def _opened(self, step: Step, body: bodies.Open) -> Context:
         context = Context(self.host, namespace=step.namespace, retention=body.retention)
-        context.append(body.content if step.tokens is None else step.tokens)
+        context.append(fitting(step.ready, context, body.content))
         return context
 
     def _do_with(self, context: Context, step: Step) -> None:
@@ -130,16 +147,14 @@ class Workbench:
         assert entry is not None
         match body:
             case bodies.Append():
-                # What begins a context gets the model's special tokens, which is not known before.
-                ready = step.tokens if len(context) else None
-                context.append(body.content if ready is None else ready)
+                context.append(fitting(step.ready, context, body.content))
                 step.result = {"num_tokens": len(context)}
             case bodies.Generate():
                 step.pending = context.generate(step.params)
             case bodies.Score():
-                step.pending = context.score(body.content if step.tokens is None else step.tokens)
+                step.pending = context.score(fitting(step.ready, context, body.content))
             case bodies.Choose():
-                step.pending = context.choose(body.options)
+                step.pending = context.choose([prepared for _, prepared in step.ready])
             case bodies.Fork():
                 for branch, place in zip(context.fork(body.n), step.others, strict=True):
                     place.context = branch
@@ -160,6 +175,12 @@ class Workbench:
                 context.close(body.retention)
                 step.result = {}
             case bodies.Read():
+                self.num_read += len(context)
+                if self.num_read > MOST_READ:
+                    raise RequestError(
+                        f"contexts of more than {MOST_READ} tokens are read at a time; read some "
+                        "of them in another request"
+                    )
                 step.result = view_of(entry, step.others)
         if step.pending is not None:
             entry.pending[step.name] = step.pending

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from radixkv.errors import (
     ContextClosedError,
@@ -18,6 +19,7 @@ from radixkv.errors import (
 )
 from radixkv.llm import LLM
 from radixkv.programs import Checkpoint, Context, Host, Pending
+from radixkv.programs.turns import Message
 from radixkv.server.record import name_request
 from radixkv.server.worker import EngineWorker
 
@@ -29,6 +31,20 @@ MAX_CHECKPOINTS = 1024
 def new_id() -> str:
     """An id that nobody guesses."""
     return f"ctx-{secrets.token_urlsafe(16)}"
+
+
+class Standing(NamedTuple):
+    """What decides on the tokens of what is appended to a context.
+
+    Attributes
+    ----------
+    first : bool
+        Whether the context is empty.
+    history : tuple of messages
+    """
+
+    first: bool
+    history: tuple[Message, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +59,8 @@ class Entry:
         Its checkpoints' names.
     pending : dict of str to Pending
         What runs on it, by the names that clients chose.
+    standing : Standing or None
+        How its context was left by the last operation.
     closed : bool
         Whether it was found to be closed, or never came to be.
     """
@@ -52,6 +70,7 @@ class Entry:
     context: Context | None = None
     marks: dict[str, Checkpoint] = field(default_factory=dict)
     pending: dict[str, Pending[object]] = field(default_factory=dict)
+    standing: Standing | None = None
     closed: bool = False
 
 
@@ -140,6 +159,15 @@ class Contexts:
         if reason and whose == owner:
             raise ContextClosedError(f"the context {reason}; open another")
         raise ContextNotFoundError(f"there is no context {context_id}")
+
+    def standings(self, owner: str | None, ids: Iterable[str]) -> dict[str, Standing]:
+        """How a caller's contexts were left, of those that are there."""
+        found = ((name, self._entries.get(name)) for name in ids)
+        return {
+            name: entry.standing
+            for name, entry in found
+            if entry is not None and entry.standing is not None and entry.tree.owner == owner
+        }
 
     def add_tree(self, owner: str | None, context_id: str) -> Entry:
         """A place for a context that is about to be opened."""

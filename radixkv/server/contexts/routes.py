@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from radixkv.server.body import documented, parsed
@@ -185,13 +185,18 @@ async def _carry_out(
     if step.error is not None:
         return error_response(step.error)
     if step.pending is None:
-        return JSONResponse({**(more or {}), **(step.result or {})})
+        return _answer({**(more or {}), **(step.result or {})})
     if streamed:
         return Stream(run, _one_operations_events(run))
     try:
         return await _last_or_gone(request, run)
     finally:
         run.leave()
+
+
+def _answer(result: Mapping[str, Any] | None) -> Response:
+    # Not FastAPI's own: what a context holds may be a hundred thousand numbers.
+    return Response(to_json(result), media_type="application/json")
 
 
 async def _last_or_gone(request: Request, run: Run) -> Response:
@@ -205,7 +210,7 @@ async def _last_or_gone(request: Request, run: Run) -> Response:
         event = ending.result()
         if event.error is not None:
             return error_response(event.error)
-        return JSONResponse(event.result)
+        return _answer(event.result)
     finally:
         ending.cancel()
         leaving.cancel()
@@ -225,7 +230,7 @@ async def _until_gone(request: Request) -> None:
 class Stream(StreamingResponse):
     """Server-sent events of a run, which is left when the response ends, however it does."""
 
-    def __init__(self, run: Run, events: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, run: Run, events: AsyncIterator[bytes]) -> None:
         super().__init__(
             _as_lines(events), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
@@ -240,34 +245,38 @@ class Stream(StreamingResponse):
             self._run.leave()
 
 
-async def _as_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    waiting: asyncio.Task[dict[str, Any]] | None = None
+async def _as_lines(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    waiting: asyncio.Task[bytes] | None = None
     try:
         while True:
             waiting = waiting or asyncio.ensure_future(anext(events))
             done, _ = await asyncio.wait({waiting}, timeout=QUIET_SECONDS)
             if not done:
-                yield ": still here\n\n"
+                yield b": still here\n\n"
                 continue
             try:
                 event, waiting = waiting.result(), None
             except StopAsyncIteration:
                 return
-            yield f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            yield b"data: " + event + b"\n\n"
     finally:
         if waiting is not None:
             waiting.cancel()
 
 
-async def _one_operations_events(run: Run) -> AsyncIterator[dict[str, Any]]:
+async def _one_operations_events(run: Run) -> AsyncIterator[bytes]:
     async for event in run.events():
-        yield _as_dict(event)
+        yield to_json(_as_dict(event))
 
 
-async def _all_events(run: Run) -> AsyncIterator[dict[str, Any]]:
-    yield {"outcomes": [_outcome(step) for step in run.steps]}
+async def _all_events(run: Run) -> AsyncIterator[bytes]:
+    outcomes = []
+    for step in run.steps:
+        outcomes.append(to_json(_outcome(step)))
+        await asyncio.sleep(0)  # Each may be a context of a hundred thousand tokens.
+    yield b'{"outcomes":[' + b",".join(outcomes) + b"]}"
     async for event in run.events():
-        yield {"operation": event.place, **_as_dict(event)}
+        yield to_json({"operation": event.place, **_as_dict(event)})
 
 
 def _outcome(step: Step) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +15,10 @@ from radixkv.errors import RadixKVError
 from radixkv.llm import LLM
 from radixkv.server.answer import Answer
 from radixkv.server.contexts import bodies
-from radixkv.server.contexts.answers import result_of
+from radixkv.server.contexts.ahead import Ahead
+from radixkv.server.contexts.answers import add_text, result_of
 from radixkv.server.contexts.operations import ENDINGS, Step, Workbench, look_for_closed
-from radixkv.server.contexts.registry import Contexts, new_id
+from radixkv.server.contexts.registry import Contexts, Standing, new_id
 from radixkv.server.openai.texts import characters_of, texts_of
 from radixkv.server.service import Service
 
@@ -118,7 +119,8 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
         If the engine has ended.
     """
     contexts = service.contexts
-    steps = await service.on_texts(partial(_read, operations.operations))
+    standings = contexts.standings(owner, {one.context for one in operations.operations})
+    steps = await service.on_texts(partial(_read, operations.operations, standings))
     _find_all(service, owner, operations.operations, steps)
     trees = {step.entry.tree for step in steps if step.entry is not None}
     entries = [entry for tree in trees for entry in tree.open]
@@ -138,7 +140,7 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
             answers = await service.worker.begin(make, slots)
         else:
             await service.worker.call(make)
-        return Run(contexts, steps, answers)
+        run = Run(contexts, steps, answers)
     except RadixKVError:
         # Nothing was done: what was to be opened or forked is not there.
         for entry in entries:
@@ -147,6 +149,19 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
     finally:
         for tree in trees:
             contexts.renew(tree)
+    try:
+        if views := [step.result for step in steps if isinstance(step.operand, bodies.Read)]:
+            await service.on_texts(partial(_add_texts, views))
+    except BaseException:
+        run.leave()
+        raise
+    return run
+
+
+def _add_texts(views: Sequence[dict[str, Any] | None], llm: LLM) -> None:
+    for view in views:
+        if view is not None:  # It was not found, or not read.
+            add_text(view, llm)
 
 
 def _slots(service: Service, steps: Sequence[Step]) -> int:
@@ -163,18 +178,21 @@ def _slots(service: Service, steps: Sequence[Step]) -> int:
     return slots
 
 
-def _read(operations: Sequence[bodies.Operation], llm: LLM) -> list[Step]:
+def _read(
+    operations: Sequence[bodies.Operation], standings: Mapping[str, Standing], llm: LLM
+) -> list[Step]:
     """A step for each, with what takes long: off the event loop, and off the engine's thread.
 
-    Parameters are checked, their grammars compiled, and long texts tokenized.
+    Parameters are checked, their grammars compiled, and what contexts are given is tokenized.
     """
     steps = []
+    ahead = Ahead(llm, standings)
     for operation in operations:
         step = Step(operation.operand, name=operation.name or new_id())
         steps.append(step)
         try:
             _check_length(step.operand, llm)
-            step.tokens = _tokens_of(step.operand, llm)
+            step.ready = ahead.prepared(operation.context, step.operand)
             if isinstance(step.operand, bodies.Generate):
                 step.params = step.operand.params
                 if step.params.constraint is not None:
@@ -189,17 +207,6 @@ def _check_length(body: bodies.Operand, llm: LLM) -> None:
     parts: Sequence[object] = getattr(body, "options", None) or [getattr(body, "content", "")]
     for part in parts:
         texts_of(llm).check_length(characters_of(part), llm.engine.max_model_len)
-
-
-def _tokens_of(body: bodies.Operand, llm: LLM) -> list[int] | None:
-    """The tokens of a text, as the context would make them; None where that is to do it."""
-    tokenizer = llm.loaded.tokenizer
-    if tokenizer is None or not isinstance(body, bodies.Open | bodies.Append | bodies.Score):
-        return None
-    if not isinstance(body.content, str) or not body.content:
-        return None
-    first = isinstance(body, bodies.Open)
-    return list(tokenizer(body.content, add_special_tokens=first).input_ids)
 
 
 def _find_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -82,8 +83,8 @@ class ChatReply(Reply[ChatBody]):
         check_tools(self.tools)
         if body.tool_choice not in (None, "none", "auto"):
             raise UnsupportedParameterError(
-                f"tool_choice {body.tool_choice!r} is not supported: a call cannot be forced; use "
-                '"auto", or response_format with a JSON schema'
+                f"tool_choice {reprlib.repr(body.tool_choice)} is not supported: a call cannot be "
+                'forced; use "auto", or response_format with a JSON schema'
             )
         if self.tools and body.parallel_tool_calls is False:
             raise UnsupportedParameterError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,8 +62,8 @@ def _text(where: str, content: object) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text":
             raise UnsupportedParameterError(
-                f"{where}.content[{place}] is {kind or part!r}; only parts of type 'text' are "
-                "supported"
+                f"{where}.content[{place}] is {reprlib.repr(kind or part)}; only parts of type "
+                "'text' are supported"
             )
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{where}.content[{place}] needs a 'text' that is a string")

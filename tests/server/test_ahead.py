@@ -1,0 +1,199 @@
+"""What contexts are given over HTTP is tokenized before it reaches the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from radixkv.llm import LLM
+from radixkv.programs import Host
+from radixkv.server.contexts.registry import Contexts, Standing, new_id
+from radixkv.server.service import Service
+
+Serve = Callable[..., tuple[str, Service]]
+
+GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+FIRST = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+NEXT = [{"role": "user", "content": "and now?"}]
+
+
+class Caller:
+    """A client, and on which threads its server has made tokens meanwhile."""
+
+    def __init__(self, url: str, service: Service) -> None:
+        self.service = service
+        self.threads: list[str] = []
+        self._http = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self._http.post(f"/v1/contexts{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def run(self, context: str, *operations: dict[str, Any]) -> list[Any]:
+        """The outcomes of a list of operations on one context."""
+        body = {"operations": [{"context": context, **each} for each in operations]}
+        answer = self._http.post("/v1/contexts/operations", json=body)
+        line = answer.text.split("\n\n")[0]
+        outcomes: list[Any] = json.loads(line.removeprefix("data: "))["outcomes"]
+        return outcomes
+
+    def tokens(self, context: str) -> list[int]:
+        found: list[int] = self._http.get(f"/v1/contexts/{context}").json()["tokens"]
+        return found
+
+
+@pytest.fixture
+def caller(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
+    """A caller of a server whose model begins a text with a token of its own."""
+    url, service = serve()
+    tokenizer = copy.deepcopy(service.llm.loaded.tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A",
+        pair="<bos> $A $B",
+        special_tokens=[("<bos>", tokenizer.bos_token_id)],
+    )
+    service.llm.loaded = dataclasses.replace(service.llm.loaded, tokenizer=tokenizer)
+    caller = Caller(url, service)
+    for name in ("tokenize", "checked", "render_first", "render_next"):
+        make = getattr(Host, name)
+
+        def noted(self: Host, *args: Any, make: Any = make, **options: Any) -> Any:
+            caller.threads.append(threading.current_thread().name.removesuffix("_0"))
+            return make(self, *args, **options)
+
+        monkeypatch.setattr(Host, name, noted)
+    yield caller
+    caller._http.close()
+
+
+def in_process(llm: LLM, *contents: Any) -> list[int]:
+    """What a context of a program in the engine's process says behind the same."""
+    context = Host(llm.engine, llm.loaded)
+    tokens: list[int] = []
+    history: list[Any] = []
+    for content in contents:
+        tokens += context.tokens_behind(content, first=not tokens, history=history)
+        history += content if isinstance(content[0], dict) else ()
+    return tokens
+
+
+def test_each_operation_of_its_own_is_tokenized_with_the_texts(caller: Caller) -> None:
+    talk = caller.post("", content=FIRST)["id"]
+    caller.post(f"/{talk}/generate", **GREEDY)
+    (branch,) = caller.post(f"/{talk}/fork", n=1)["branches"]
+    for name in (talk, branch):
+        caller.post(f"/{name}/append", content=NEXT)
+        caller.post(f"/{name}/append", content="a text")
+        caller.post(f"/{name}/append", content=[5, 6])
+        caller.post(f"/{name}/score", content="b text")
+        caller.post(f"/{name}/choose", options=["c", "d text", [7, 8]])
+    empty = caller.post("", content="")["id"]
+    caller.post(f"/{empty}/append", content=FIRST)
+    assert set(caller.threads) == {"radixkv-texts"}
+    assert caller.tokens(talk) == caller.tokens(branch)
+    caller.threads.clear()
+    assert caller.tokens(empty) == in_process(caller.service.llm, FIRST)
+
+
+@pytest.mark.parametrize(
+    "contents", [("ab", "c"), (FIRST, NEXT), (FIRST, NEXT, "c", NEXT), ([5, 6], "ab"), ("", "ab")]
+)
+def test_a_list_of_operations_is_followed(caller: Caller, contents: tuple[Any, ...]) -> None:
+    opened, later, fork = new_id(), new_id(), new_id()
+    caller.run(
+        opened,
+        {"open": {"content": contents[0]}},
+        *({"append": {"content": c}} for c in contents[1:]),
+    )
+    caller.run(later, {"open": {}}, *({"append": {"content": c}} for c in contents))
+    caller.run(later, {"fork": {"n": 1, "ids": [fork]}})
+    assert set(caller.threads) == {"radixkv-texts"}
+    wanted = in_process(caller.service.llm, *filter(None, contents))
+    assert caller.tokens(opened) == caller.tokens(later) == caller.tokens(fork) == wanted
+
+
+def test_behind_a_rollback_texts_are_tokenized_both_ways(caller: Caller) -> None:
+    bos = caller.service.llm.loaded.tokenizer.bos_token_id
+    a, c = caller.service.llm.loaded.tokenizer("ac", add_special_tokens=False).input_ids
+    empty, begun = caller.post("", content="")["id"], caller.post("", content="a")["id"]
+    for name in (empty, begun):
+        append = {"append": {"content": "b"}}
+        caller.run(name, {"checkpoint": {}}, append, {"rollback": {}}, {"append": {"content": "c"}})
+    assert set(caller.threads) == {"radixkv-texts"}
+    assert caller.tokens(empty) == [bos, c]
+    assert caller.tokens(begun) == [bos, a, c]
+
+
+def test_behind_a_rollback_messages_are_what_they_were(caller: Caller) -> None:
+    talk = caller.post("", content=FIRST)["id"]
+    append = {"append": {"content": NEXT}}
+    (_, _, _, last) = caller.run(talk, {"checkpoint": {}}, append, {"rollback": {}}, append)
+    assert caller.threads[-1] == "radixkv-engine"
+    wanted = in_process(caller.service.llm, FIRST, NEXT)
+    assert last == {"result": {"num_tokens": len(wanted)}}
+    assert caller.tokens(talk) == wanted
+
+
+@pytest.mark.parametrize("believed", [Standing(False), Standing(True, tuple(FIRST))])
+def test_who_was_overtaken_has_the_right_tokens(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch, believed: Standing
+) -> None:
+    monkeypatch.setattr(
+        Contexts, "standings", lambda self, owner, ids: dict.fromkeys(ids, believed)
+    )
+    text, talk = caller.post("", content="")["id"], caller.post("", content="")["id"]
+    caller.post(f"/{text}/append", content="ab")
+    if believed.history:
+        caller.post(f"/{talk}/append", content=FIRST)
+        assert caller.tokens(talk) == in_process(caller.service.llm, FIRST)
+    assert caller.tokens(text) == in_process(caller.service.llm, "ab")
+
+
+def test_how_another_callers_context_stands_is_not_told(serve: Serve) -> None:
+    _, service = serve(api_keys=("a", "b"))
+    contexts = service.contexts
+    owned = new_id()
+
+    async def add() -> None:
+        contexts.add_tree("a", owned).standing = Standing(True)
+
+    asyncio.run(add())
+    assert contexts.standings("a", [owned, new_id()]) == {owned: Standing(True)}
+    assert contexts.standings("b", [owned]) == {}
+
+
+def test_a_contexts_text_is_made_with_the_texts(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    decode = Host.decode
+
+    def noted(self: Host, tokens: Any) -> str:
+        threads.append(threading.current_thread().name.removesuffix("_0"))
+        return decode(self, tokens)
+
+    monkeypatch.setattr(Host, "decode", noted)
+    name = caller.post("", content="a text")["id"]
+    told = caller.run(name, {"read": {}}, {"append": {"content": "!"}}, {"read": {}})
+    assert [its["result"].get("text") for its in told] == ["<bos>a text", None, "<bos>a text!"]
+    assert threads == ["radixkv-texts"] * 2
+
+
+def test_a_list_reads_so_many_tokens_at_the_most(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("radixkv.server.contexts.operations.MOST_READ", 20)
+    name = caller.post("", content="a text")["id"]
+    told = caller.run(name, *([{"read": {}}] * 3))
+    assert [len(its["result"]["tokens"]) for its in told[:2]] == [7, 7]
+    assert "more than 20 tokens are read at a time" in told[2]["error"]["message"]
