@@ -25,7 +25,7 @@ import gc
 import pstats
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -154,32 +154,33 @@ class Chats:
         self.engine.cache.check()
 
 
-# What is timed in the second pass: where it is looked up, its name there, and what the table says.
-PHASES: dict[str, tuple[Any, str]] = {
-    "schedule": (engine_module.Scheduler, "schedule"),
-    "rows, token ids": (ModelRunner, "run"),
-    "batch, slots": (runner_module, "make_batch"),
-    "plan": (batch_module, "plan_attention"),
-    "reads": (Tables, "reads"),
-    "commit, collect": (Engine, "_advance"),
-    "sampler's rows": (Engine, "_sampling_row"),
-    "sample": (engine_module, "sample"),
-    "read logits": (sampler_module, "argmax"),
-    "push": (Engine, "_push"),
-    "stop checks": (TextStream, "push"),
-    "detokenize": (Detokenizer, "push"),
+# What is timed in the second pass: where it is looked up, its name there, and the phase around it.
+PHASES: dict[str, tuple[Any, str, str]] = {
+    "schedule": (engine_module.Scheduler, "schedule", "rest"),
+    "rows, token ids": (ModelRunner, "run", "rest"),
+    "batch, slots": (runner_module, "make_batch", "rows, token ids"),
+    "plan": (batch_module, "plan_attention", "batch, slots"),
+    "reads": (Tables, "reads", "rows, token ids"),
+    "commit, collect": (Engine, "_advance", "rest"),
+    "sampler's rows": (Engine, "_sampling_row", "commit, collect"),
+    "sample": (engine_module, "sample", "commit, collect"),
+    "read logits": (sampler_module, "argmax", "sample"),
+    "push": (Engine, "_push", "commit, collect"),
+    "stop checks": (TextStream, "push", "push"),
+    "detokenize": (Detokenizer, "push", "stop checks"),
 }
 
 
 class Stopwatch:
-    """Nanoseconds that each phase took by itself, of all calls within it that are timed."""
+    """Nanoseconds that each phase took by itself, without those within it, and its calls."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, int] = defaultdict(int)
+        self.spent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self._inner = [0]
 
     def around(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        clock, spent, inner = time.perf_counter_ns, self.spent, self._inner
+        clock, spent, calls, inner = time.perf_counter_ns, self.spent, self.calls, self._inner
 
         @wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +192,7 @@ class Stopwatch:
                 took = clock() - begin
                 spent[phase] += took - inner.pop()
                 inner[-1] += took
-                spent[f"calls of {phase}"] += 1
+                calls[phase] += 1
 
         return timed
 
@@ -199,13 +200,13 @@ class Stopwatch:
 @contextmanager
 def timers(watch: Stopwatch) -> Iterator[None]:
     """A timer around each phase."""
-    before = {phase: getattr(owner, name) for phase, (owner, name) in PHASES.items()}
+    before = {phase: getattr(owner, name) for phase, (owner, name, _) in PHASES.items()}
     try:
-        for phase, (owner, name) in PHASES.items():
+        for phase, (owner, name, _) in PHASES.items():
             setattr(owner, name, watch.around(phase, before[phase]))
         yield
     finally:
-        for phase, (owner, name) in PHASES.items():
+        for phase, (owner, name, _) in PHASES.items():
             setattr(owner, name, before[phase])
 
 
@@ -238,29 +239,25 @@ def per_step(chats: Chats, kind: str, steps: int) -> tuple[list[float], float]:
     return times, sum(times) / max(ended, 1)
 
 
-def by_phase(chats: Chats, steps: int) -> dict[str, float]:
-    """Microseconds a step of each phase, and of all that is in none ("rest")."""
-    watch, own, outer = Stopwatch(), *cost_of_a_timer()
-    seconds: list[dict[str, float]] = []
+def by_phase(chats: Chats, steps: int) -> dict[str, tuple[float, float]]:
+    """Microseconds and calls a step of each phase, and of all that is in none ("rest")."""
+    watch, (own, outer) = Stopwatch(), cost_of_a_timer()
+    spent: list[Counter[str]] = []
     with timers(watch):
         step = watch.around("rest", chats.engine.step)
         for _ in range(steps):
             watch.spent.clear()
             step()
-            seconds.append(dict(watch.spent))
-    found = {}
-    for phase in (*PHASES, "rest"):
-        taken = [each.get(phase, 0) - own * each.get(f"calls of {phase}", 0) for each in seconds]
-        found[phase] = statistics.median(taken) / 1e3
-    # Each timer's outer part lies in the phase around it.
-    around = {"plan": "batch, slots", "read logits": "sample", "stop checks": "push"}
-    around |= {"batch, slots": "rows, token ids", "reads": "rows, token ids"}
-    around |= {"detokenize": "stop checks", "sample": "commit, collect"}
-    around |= {"sampler's rows": "commit, collect", "push": "commit, collect"}
-    for phase in PHASES:
-        calls = statistics.median(each.get(f"calls of {phase}", 0) for each in seconds)
-        found[around.get(phase, "rest")] -= outer * calls / 1e3
-    return found
+            spent.append(watch.spent.copy())
+    calls = {phase: watch.calls[phase] / steps for phase in (*PHASES, "rest")}
+    found = {
+        phase: statistics.median(each[phase] for each in spent) - own * calls[phase]
+        for phase in calls
+    }
+    # What a timer takes outside of its own measurement lies in the phase around it.
+    for phase, (_, _, around) in PHASES.items():
+        found[around] -= outer * calls[phase]
+    return {phase: (found[phase] / 1e3, calls[phase]) for phase in calls}
 
 
 def measure(
@@ -269,7 +266,7 @@ def measure(
     """Each kind and number of rows, in turn; microseconds a step."""
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     whole: dict[int, list[float]] = defaultdict(list)
-    phases: dict[int, list[dict[str, float]]] = defaultdict(list)
+    phases: dict[int, list[dict[str, tuple[float, float]]]] = defaultdict(list)
     for _ in range(turns):
         for rows in all_rows:
             for kind in KINDS:
@@ -290,7 +287,7 @@ def measure(
     results: dict[str, Any] = {}
     for rows in all_rows:
         split = {
-            phase: statistics.median(each[phase] for each in phases[rows]) / rows
+            phase: statistics.median(each[phase][0] for each in phases[rows]) / rows
             for phase in (*PHASES, "rest")
         }
         results[str(rows)] = {
@@ -303,6 +300,7 @@ def measure(
             "best_us_a_step_and_row": {kind: min(times[kind, rows]) / rows for kind in KINDS},
             "us_a_request_of_64_tokens": statistics.median(whole[rows]),
             "phases_us_a_step_and_row": split,
+            "calls_a_step": {phase: calls for phase, (_, calls) in phases[rows][0].items()},
         }
     return results
 

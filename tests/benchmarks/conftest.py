@@ -76,6 +76,8 @@ def on_demo(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LLM, "demo", lambda dtype: LLM(load("demo", dtype), kv_memory="64MiB"))
     monkeypatch.setattr(importlib.import_module("shared_prompt"), "load_model", load)
+    control_step = importlib.import_module("control_step")
+    monkeypatch.setattr(control_step, "load_tokenizer", lambda source: (tokenizer, "tiny"))
 
 
 class InProcess:

@@ -191,9 +191,33 @@ def test_metadata(run_main: RunMain, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 < written["results"]["16"]["bytes_per_token"] < 20
 
 
-def test_programs(run_main: RunMain) -> None:
-    written = run_main("programs", "--tokens", "64", "--runs", "2")
-    assert written["results"]["context.fork(1)"]["p50_us"] > 0
+def test_programs(run_main: RunMain, on_demo: None) -> None:
+    small = ("--short", "--root", "90", "--new-tokens", "4", "--dtype", "float32", "--threads", "1")
+    results = run_main("programs", *small, "--tokens", "64", "--runs", "2")["results"]
+    assert results["context.fork(1)"]["p50_us"] > 0
+    forked, cached, computed = results["tree of thought, 2 branches"].values()
+    # Two levels of two thoughts of 4 tokens, and an answer, however they come about.
+    assert forked["sampled"] == cached["sampled"] == computed["sampled"] == 20
+    assert cached["same_text"]
+    assert computed["same_text"]
+    # The root is computed once, or once for each of the five calls.
+    assert 140 < forked["prefilled"] < 210
+    assert 140 < cached["prefilled"] < 210
+    assert computed["prefilled"] > 5 * 140
+    forked, cached, computed = results["best of n, 2 branches"].values()
+    assert 2 * forked["prefilled"] == 2 * cached["prefilled"] == computed["prefilled"]
+
+
+def test_control_step(run_main: RunMain, on_demo: None) -> None:
+    small = ("--prefix", "40", "--vocabulary", "250", "--steps", "4", "--turns", "1")
+    results = run_main("control_step", *small, "--rows", "1,3")["results"]
+    for rows, kept in results.items():
+        assert all(cost > 0 for cost in kept["us_a_step_and_row"].values())
+        calls = kept["calls_a_step"]
+        # Rows that only go on are not planned again; every other phase is met as often as it is.
+        assert calls.pop("plan") == 0
+        by_row = {"sampler's rows", "push", "stop checks", "detokenize"}
+        assert calls == {phase: int(rows) if phase in by_row else 1 for phase in calls}
 
 
 def test_what_was_measured_says_on_what() -> None:
