@@ -12,6 +12,7 @@ import measure
 import plots
 import pytest
 import serving
+import traces
 import waste
 import workloads
 
@@ -112,11 +113,42 @@ def test_control_plane(
 
 
 def test_replay(run_main: RunMain) -> None:
-    traces = ("--traces", "tot_game24", "--requests", "60", "--policies", "lru,lru-hinted")
-    written = run_main("replay", "--short", *traces)
+    options = ("--traces", "tot_game24", "--requests", "60", "--policies", "lru,lru-hinted")
+    written = run_main("replay", "--short", "--parts", "cache", *options)
     kept = written["results"]["tot_game24"]["10%"]
     assert kept["lru"]["cpu_us"] > 0
     assert set(kept) == {"blocks", "optimum", "lru", "lru, hinted"}
+
+
+def test_replay_against_the_engine(run_main: RunMain) -> None:
+    import engine_replay
+
+    options = ("--parts", "engine", "--traces", "mtbench101_chat", "--engine-requests", "24")
+    kept = run_main("replay", *options)["results"]["mtbench101_chat, engine"]["50%"]
+    rows = engine_replay.reduced(traces.load("mtbench101_chat", 24), 4)
+    alone, in_order, at_once = kept["cache alone"], kept["engine, in order"], list(kept.values())[3]
+    assert in_order["requests"] + in_order["too_large"] == 24
+    assert in_order["prompt_tokens"] == sum(row.prompt for row in rows)
+    assert in_order["output_tokens"] == at_once["output_tokens"] == sum(row.output for row in rows)
+    assert 0 < alone["prefilled"] == in_order["prefilled"] < in_order["prompt_tokens"]
+    assert at_once["prefilled"] > 0
+
+
+def test_an_engine_that_prefills_otherwise_fails_its_replay(
+    run_main: RunMain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine_replay
+
+    real = engine_replay.cache_alone
+
+    def one_more(*arguments: Any) -> dict[str, Any]:
+        said = real(*arguments)
+        return said | {"prefilled": said["prefilled"] + 1}
+
+    monkeypatch.setattr(engine_replay, "cache_alone", one_more)
+    options = ("--parts", "engine", "--traces", "mtbench101_chat", "--engine-requests", "4")
+    with pytest.raises(SystemExit, match="tokens prefilled, not"):
+        run_main("replay", *options)
 
 
 def test_waste(run_main: RunMain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +292,7 @@ def test_the_page_runs_every_benchmark() -> None:
 
     page = runpy.run_path(str(BENCHMARKS / "__main__.py"))
     helpers = {"__main__", "measure", "plots", "serving", "workloads", "traces", "optimum"}
+    helpers |= {"engine_replay"}  # part of replay
     helpers |= {
         "stream_reader",
         "soak",
