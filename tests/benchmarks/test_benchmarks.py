@@ -108,8 +108,34 @@ def test_control_plane(
     assert kept["requests"] == 60
     assert 0 < kept["hit_rate"] < 1
     assert kept["whole_p50_us"] > kept["match_p50_us"] > 0
+    assert kept["evicted_blocks"] > 0
     assert written["engines"] == {"vllm": {"failure": "not installed: no wheel"}}
     assert "vLLM block pool: not installed: no wheel" in capsys.readouterr().out
+
+
+def test_a_sweep_is_timed_on_a_full_cache() -> None:
+    """Once timing starts there is no room for another conversation, however much was left over."""
+    spec = {"leaves": 40, "timed": 10}
+    fill, timed = workloads.make("sweep", **spec)
+    more = workloads.further("sweep", **spec)
+    spare = 500
+    num_blocks = control_plane.blocks_for(fill, 1.0) + spare
+    *_, evicted = control_plane.one_run(fill, timed, num_blocks, more=more)
+    # Five new conversations and five second turns, of some 100 to 200 tokens each.
+    assert 5 <= evicted <= 13
+    *_, without = control_plane.one_run(fill, timed, num_blocks)
+    assert without == 0
+    numbers = {request.conversation for request in fill + timed}
+    assert next(workloads.further("sweep", **spec)).conversation not in numbers
+    assert list(workloads.further("chat", conversations=3)) == []
+
+
+def test_a_workload_that_is_not_there_is_refused(
+    run_main: RunMain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_main("control_plane", "--only", "cats")
+    assert "no workload has 'cats' in its name; there are chat, sweep" in capsys.readouterr().err
 
 
 def test_replay(run_main: RunMain) -> None:
