@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,45 @@ def test_control_step(run_main: RunMain, on_demo: None) -> None:
         assert calls.pop("plan") == 0
         by_row = {"sampler's rows", "push", "stop checks", "detokenize"}
         assert calls == {phase: int(rows) if phase in by_row else 1 for phase in calls}
+
+
+def test_scaling(run_main: RunMain, on_demo: None) -> None:
+    small = ("--rows", "1,3", "--contexts", "40,400", "--steps", "2", "--chunk", "32")
+    # A block is 16 tokens of 256 bytes: three contexts of 400 tokens of their own do not fit.
+    options = ("--threads", "1", "--dtype", "float32", "--kv-memory", "200KiB")
+    results = run_main("scaling", *small, *options)["results"]
+    assert results["left out"] == ["3 rows of 400 tokens of their own"]
+    points = {(p["rows"], p["context"], p["shared"]): p for p in results["decode"]}
+    assert set(points) == {
+        (1, 40, False), (1, 400, False), (3, 40, True), (3, 40, False), (3, 400, True),
+    }  # fmt: skip
+    # Contexts of their own are read once for each; so is a run that is too short to pay.
+    for alone in ((3, 40, False), (3, 40, True)):
+        assert points[alone]["kv_read"] == points[alone]["pairs"]
+    # Two warm steps, and the first and the second of those that count, behind the first token.
+    assert points[1, 40, False]["pairs"] == 40 + 3.5
+    # Not all of these were admitted in the same step.
+    assert 3 * 403.5 <= points[3, 400, True]["pairs"] <= 3 * 405.5
+    assert [p["context"] for p in results["prefill"]] == [0, 40]
+    assert set(results["slopes, ms"]["steps"]) == {"wall", "CPU"}
+
+
+def test_slopes_of_a_known_line() -> None:
+    import scaling
+
+    points = [
+        scaling.Point(rows, 0, True, read, pairs, 7 + 2 * rows + 0.5 * read + 0.25 * pairs, 1.0)
+        for rows, read, pairs in [(1, 10, 10), (4, 10, 40), (4, 40, 40), (16, 30, 500), (9, 9, 20)]
+    ]
+    found = scaling.fit_steps(points, "wall")
+    assert found.slopes == pytest.approx((7, 2, 0.5, 0.25))
+    assert found.worst == pytest.approx(0, abs=1e-9)
+    assert scaling.fit_steps([*points, replace(points[0], wall_ms=20.0)], "wall").worst > 0.1
+    prompts = [
+        scaling.Point(1, context, False, 0, 8 * context + 36, 8 * 3 + 2 * (8 * context + 36), 1.0)
+        for context in (0, 5, 9)
+    ]
+    assert scaling.fit_prompts(prompts, 8, "wall").slopes == pytest.approx((3, 2))
 
 
 def test_what_was_measured_says_on_what() -> None:
