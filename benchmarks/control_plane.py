@@ -300,7 +300,6 @@ def show(workload: Workload, results: dict[str, Result], peers: Peers) -> None:
     ours = results[OURS]
     head = ["microseconds", "requests", "match", *STAGES, "whole p50", "whole mean", "CPU", "hits"]
     print_table(f"{workload.name}: one request", [*head, "evicted"], [ours.row()])
-    base = float(np.median(ours.whole))
     rows = []
     for result in list(results.values())[1:]:
         parts = ", ".join(
@@ -308,6 +307,7 @@ def show(workload: Workload, results: dict[str, Result], peers: Peers) -> None:
             for stage, median in zip(result.names, result.medians, strict=True)
         )
         whole = float(np.median(result.whole))
+        base = float(np.median(ours.whole[: len(result.whole)]))  # of the same requests
         mean = float(result.whole.mean())
         hits, evicted = f"{result.hit_rate:.3f}", result.evicted
         line = [result.name, len(result.whole), whole, mean, result.cpu, hits, evicted]
@@ -355,8 +355,8 @@ def main() -> None:
         parser.error(f"no such peer: {', '.join(unknown)}; there are {', '.join(PEERS)}, or none")
     chosen = [each for each in all_workloads(options.short) if options.only in each.name]
     if not chosen:
-        names = ", ".join(each.name for each in all_workloads(options.short))
-        parser.error(f"no workload has {options.only!r} in its name; there are {names}")
+        there = ", ".join(each.name for each in all_workloads(options.short))
+        parser.error(f"no workload has {options.only!r} in its name; there are {there}")
     print_head()
     found: dict[str, dict[str, Result]] = {}
     with on_cores(1):

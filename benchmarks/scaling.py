@@ -66,7 +66,6 @@ class Bench:
 
     def __init__(self, dtype: str, kv_memory: str, longest: int) -> None:
         self.llm = LLM.demo(dtype=dtype, kv_memory=kv_memory, max_num_batched_tokens=longest)
-        self.longest = longest
         store = self.llm.engine.runner.backend.store
         for numbers in (*store.keys, *store.values):
             # Written to, or the system has one page of zeros for all of them.
@@ -75,10 +74,9 @@ class Bench:
     def fits(self, rows: int, context: int, shared: bool, more: int) -> bool:
         """Whether there is room for so many rows that grow by ``more`` tokens."""
         tokens = context + rows * (OWN_TOKENS + more) if shared else rows * (context + more)
-        pool = self.llm.cache.pool
-        return tokens + (rows + 1) * self.llm.cache.block_size < (
-            pool.num_blocks * self.llm.cache.block_size
-        )
+        cache = self.llm.cache
+        # The last block of each row, and of what they share, may be nearly empty.
+        return tokens // cache.block_size + rows + 1 < cache.pool.num_blocks
 
     def tokens(self, first: int, length: int) -> list[int]:
         """A text whose beginning tells it from others."""
@@ -87,7 +85,7 @@ class Bench:
 
     def ready(self, rows: int, context: int, shared: bool, tokens: int) -> None:
         """Have so many rows decode; nothing of their contexts is computed."""
-        engine, self._made_up = self.llm.engine, True
+        engine = self.llm.engine
         engine.runner.forward = self._forward
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         common = self.tokens(1, context - OWN_TOKENS)
@@ -117,21 +115,22 @@ class Bench:
         return Point(rows, context, shared, read, pairs, wall, cpu)
 
     def prefill(self, chunk: int, context: int, turns: int) -> Point:
-        """A chunk of a prompt behind a context that is cached."""
+        """A chunk of a prompt behind a context that is cached; the first turn does not count."""
         engine, walls, cpus = self.llm.engine, [], []
-        for turn in range(turns):
+        for turn in range(turns + 1):
             if context:
                 self.ready(1, context, shared=False, tokens=1)
                 while engine.has_work:
                     engine.step()
             before = self.tokens(2, context) if context else []
-            engine.add_request(before + self.tokens(99 + turn, chunk), SamplingParams(max_tokens=1))
+            params = SamplingParams(max_tokens=1, temperature=0)
+            engine.add_request(before + self.tokens(99 + turn, chunk), params)
             wall, cpu = self._timed(1)
             self.end()
             walls.append(wall)
             cpus.append(cpu)
         pairs = chunk * context + chunk * (chunk + 1) / 2
-        wall, cpu = statistics.median(walls), statistics.median(cpus)
+        wall, cpu = statistics.median(walls[1:]), statistics.median(cpus[1:])
         return Point(1, context, False, context + chunk, pairs, wall, cpu)
 
     def _timed(self, steps: int) -> tuple[float, float]:
@@ -211,7 +210,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     contexts = [int(length) for length in options.contexts.split(",")]
     if min(contexts) <= OWN_TOKENS:
         raise SystemExit(f"a context has more than {OWN_TOKENS} tokens, its rows' own")
-    bench = Bench(options.dtype, options.kv_memory, max(contexts) + OWN_TOKENS)
+    bench = Bench(options.dtype, options.kv_memory, max(*contexts, options.chunk) + OWN_TOKENS)
     decodes, left_out, grows = [], [], max(rows) + WARM_STEPS + options.steps + 2
     for context in contexts:
         for count in rows:

@@ -323,7 +323,8 @@ def fill_up(books: Books, fill: list[workloads.Request], more: Iterator[workload
         books.serve(number, books.prepare(each))
     served = len(fill)
     unused = books.unused()
-    for each in more:
+    # Who is not full after as many again never will be; what it then evicts is reported.
+    for each in itertools.islice(more, len(fill)):
         # Counting walks over all blocks, so it is done anew only where the end may be near.
         if unused < workloads.own_blocks(each, BLOCK_SIZE):
             unused = books.unused()
