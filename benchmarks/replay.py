@@ -1,6 +1,6 @@
 """How close to the offline optimum does the cache come on real traces, and what does it cost?
 
-    python benchmarks/replay.py [--short] [--traces mooncake_conversation,...] [--output FILE]
+    python benchmarks/replay.py [--short] [--parts cache,engine] [--traces ...] [--output FILE]
 
 Each trace is replayed, a request at a time, against a cache of 5, 10, 25 and 50 % of the trace's
 unique blocks, once with each eviction policy, and once with a program's hint: requests that nobody
@@ -8,6 +8,12 @@ will go on from are marked ephemeral. Hits are prompt tokens; those of the optim
 it, are counted in full blocks, and ours once more to the token. A request that is larger than the
 whole cache finds nothing in ours. The optimum is Belady's rule, see
 `optimum.py`. CPU time is that of acquire, commit and release, by the process clock.
+
+"engine": the first requests of each trace, all lengths divided by a number that the table names,
+against the whole engine with a tiny random model (`--model demo` for the real one), LRU: one after
+the other, and 16 at once. Beside it the cache alone is replayed with the same prompts and answers:
+what the engine prefills one after the other must be what that says, to the token. "again" is what
+was computed twice because a request had to give way.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine_replay
 import optimum
 import plots
 import traces
@@ -128,22 +135,11 @@ def draw(results: dict[str, Any], policies: list[str], path: Path) -> None:
     plots.lines(path, name, "hit rate, %", "capacity, % of the unique blocks", places, series)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--short", action="store_true", help="1,000 requests, two capacities")
-    parser.add_argument("--traces", default=",".join(traces.NAMES))
-    parser.add_argument("--policies", default=",".join([*POLICIES, HINTED.replace(", ", "-")]))
-    parser.add_argument("--requests", type=int, help="only the first so many")
-    parser.add_argument("--output", type=Path, help="write the results there, as JSON")
-    parser.add_argument("--plot", type=Path, help="draw the first trace there, as SVG or PNG")
-    options = parser.parse_args()
+def replay_cache(options: argparse.Namespace) -> dict[str, Any]:
+    """Every trace against the cache, by every policy."""
     limit = options.requests or (1000 if options.short else None)
     shares = SHARES[:2] if options.short else SHARES
-    policies = [
-        HINTED if name == HINTED.replace(", ", "-") else name
-        for name in options.policies.split(",")
-    ]
-    print_head()
+    policies = policies_of(options)
     results = {}
     for name in options.traces.split(","):
         trace = traces.load(name, limit)
@@ -154,9 +150,70 @@ def main() -> None:
             ["capacity", "blocks", "hits in blocks %", "hits %", "CPU us a request", "too large"],
             rows_of(results[name], policies),
         )
+    return results
+
+
+def replay_engine(options: argparse.Namespace) -> dict[str, Any]:
+    """The beginning of every trace against the engine, at reduced size.
+
+    Raises
+    ------
+    SystemExit
+        If the engine prefills anything else than the cache alone says.
+    """
+    limit = options.engine_requests or (40 if options.short else 200)
+    results = {}
+    for name in options.traces.split(","):
+        trace, factor = traces.load(name, limit), engine_replay.FACTORS[name]
+        found = engine_replay.measure(trace, factor, BLOCK_SIZE, options.model)
+        print_table(
+            f"{name}, {len(trace.rows):,} requests, lengths / {factor}, {options.model} model",
+            engine_replay.HEAD,
+            engine_replay.rows_of(found),
+        )
+        for share, each in found.items():
+            said, done = each["cache alone"]["prefilled"], each["engine, in order"]["prefilled"]
+            if said != done:
+                raise SystemExit(f"{name} at {share}: {done} tokens prefilled, not {said}")
+        results[f"{name}, engine"] = found
+    return results
+
+
+def policies_of(options: argparse.Namespace) -> list[str]:
+    """The policies by their names in tables."""
+    return [
+        HINTED if name == HINTED.replace(", ", "-") else name
+        for name in options.policies.split(",")
+    ]
+
+
+PARTS = {"cache": replay_cache, "engine": replay_engine}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help="few requests, two capacities")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, of cache and engine")
+    parser.add_argument("--traces", default=",".join(traces.NAMES))
+    parser.add_argument("--policies", default=",".join([*POLICIES, HINTED.replace(", ", "-")]))
+    parser.add_argument("--requests", type=int, help="only the first so many, of the cache")
+    parser.add_argument("--engine-requests", type=int, help="of the engine: 200, or 40 if short")
+    parser.add_argument("--model", default="tiny", help="of the engine: tiny, demo, or a folder")
+    parser.add_argument("--output", type=Path, help="write the results there, as JSON")
+    parser.add_argument("--plot", type=Path, help="draw the first trace there, as SVG or PNG")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if options.plot is not None and "cache" not in parts:
+        parser.error("--plot draws the cache's part")
+    print_head()
+    results: dict[str, Any] = {}
+    for part in parts:
+        results |= PARTS[part](options)
     write_json(options.output, results)
     if options.plot is not None:
-        draw(results, policies, options.plot)
+        draw(results, policies_of(options), options.plot)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ generator in a fixed order: the digest of a workload says that two programs were
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -110,29 +111,49 @@ def deep(turns: int = 200, conversations: int = 4, seed: int = 0) -> list[Reques
     return chat(conversations=conversations, groups=1, turns=turns, gap=1, seed=seed)
 
 
+def _sweep_request(systems: list[Tokens], seed: int, number: int, turn: int) -> Request:
+    own = np.random.default_rng((seed, number))
+    group = number % len(systems)
+    conversation = _converse(own, systems[group], 2, TURN_LENGTH // 3)
+    return conversation.request(number, turn, group)
+
+
 def sweep(
     leaves: int, timed: int = 2_000, groups: int = 8, seed: int = 0
 ) -> tuple[list[Request], list[Request]]:
     """Requests that fill a cache with so many leaves, and requests to time on it.
 
     Those alternate between a new conversation and the second turn of a conversation from the
-    newer half, so a cache that is just full has to evict for each of them.
+    newer half, so a cache that is full has to evict for each of them.
     """
     rng = np.random.default_rng(seed)
     systems = _systems(rng, groups)
-
-    def request(number: int, turn: int) -> Request:
-        own = np.random.default_rng((seed, number))
-        conversation = _converse(own, systems[number % groups], 2, TURN_LENGTH // 3)
-        return conversation.request(number, turn, number % groups)
-
     half = leaves // 2
     again = rng.choice(np.arange(half, leaves), size=min(timed // 2, half), replace=False)
     to_time: list[Request] = []
     for index, number in enumerate(again.tolist()):
-        to_time.append(request(leaves + index, 0))
-        to_time.append(request(number, 1))
-    return [request(number, 0) for number in range(leaves)], to_time
+        to_time.append(_sweep_request(systems, seed, leaves + index, 0))
+        to_time.append(_sweep_request(systems, seed, number, 1))
+    return [_sweep_request(systems, seed, number, 0) for number in range(leaves)], to_time
+
+
+def further(
+    kind: str, leaves: int = 0, timed: int = 2_000, groups: int = 8, seed: int = 0, **_: int
+) -> Iterator[Request]:
+    """New conversations behind those of `sweep`, without end; nothing for other workloads.
+
+    A cache that stores whole blocks only has room left behind those that fill another: it is given
+    more of these until it is full.
+    """
+    if kind == "sweep":
+        systems = _systems(np.random.default_rng(seed), groups)
+        for number in count(leaves + timed):
+            yield _sweep_request(systems, seed, number, 0)
+
+
+def own_blocks(request: Request, block_size: int) -> int:
+    """Full blocks that a request needs beside those of its system prompt."""
+    return (len(request.tokens) - SYSTEM_LENGTH) // block_size
 
 
 def rag(documents: int = 100, requests: int = 1_000, seed: int = 0) -> list[Request]:

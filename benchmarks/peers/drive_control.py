@@ -19,7 +19,7 @@ import sys
 import time
 import types
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ import workloads
 
 Stages = list[float]
 BLOCK_SIZE = 16
+# Requests that are timed at least, however long they take.
+FEWEST = 20
 # Imported by SGLang for images, and of use to no book: its build for CPUs is on no registry.
 IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
@@ -51,9 +53,18 @@ def stand_in(name: str) -> None:
 
 
 class Books:
-    """One prefix cache; ``stages`` are the names of what `serve` times."""
+    """One prefix cache.
+
+    Attributes
+    ----------
+    stages : tuple of str
+        The names of what `serve` times.
+    evicted : int
+        Blocks so far.
+    """
 
     stages: tuple[str, ...]
+    evicted = 0
 
     def prepare(self, request: workloads.Request) -> Any:
         """The tokens as this engine's requests have them; not timed."""
@@ -66,6 +77,10 @@ class Books:
     def free_and_cached(self) -> int:
         """Blocks that are free or may be evicted: all of them, once no request is running."""
         raise NotImplementedError("the books must balance")
+
+    def unused(self) -> int:
+        """Blocks that can be had without evicting."""
+        raise NotImplementedError("the books must say what is left")
 
 
 class VLLMBooks(Books):
@@ -98,6 +113,17 @@ class VLLMBooks(Books):
         )
         self.make = VLLMRequest
         self.params = SamplingParams(max_tokens=1 << 16)
+        self._watch_evictions(self.manager.block_pool)
+
+    def _watch_evictions(self, pool: Any) -> None:
+        evict = pool._maybe_evict_cached_block
+
+        def watched(block: Any) -> bool:
+            evicted: bool = evict(block)
+            self.evicted += evicted
+            return evicted
+
+        pool._maybe_evict_cached_block = watched
 
     def prepare(self, request: workloads.Request) -> tuple[list[int], list[int]]:
         return request.prompt.tolist(), request.output.tolist()
@@ -132,6 +158,10 @@ class VLLMBooks(Books):
 
     def free_and_cached(self) -> int:
         return self.manager.block_pool.get_num_free_blocks()
+
+    def unused(self) -> int:
+        queue = self.manager.block_pool.free_block_queue
+        return sum(block.block_hash is None for block in queue.get_all_free_blocks())
 
 
 class SGLangBooks(Books):
@@ -185,6 +215,9 @@ class SGLangBooks(Books):
         tokens = self.allocator.available_size() + self.cache.evictable_size()
         return tokens // BLOCK_SIZE
 
+    def unused(self) -> int:
+        return self.allocator.available_size() // BLOCK_SIZE
+
     def prepare(self, request: workloads.Request) -> tuple[array[int], array[int]]:
         return array("q", request.prompt.tobytes()), array("q", request.tokens.tobytes())
 
@@ -201,7 +234,8 @@ class SGLangBooks(Books):
         locked = clock()
         need = -(-(len(tokens) - found) // BLOCK_SIZE) * BLOCK_SIZE
         if (missing := need - allocator.available_size()) > 0:
-            cache.evict(self.evict_params(num_tokens=missing))
+            went = cache.evict(self.evict_params(num_tokens=missing))
+            self.evicted += went.num_tokens_evicted // BLOCK_SIZE
         evicted = clock()
         slots = allocator.alloc(need)
         if slots is None:
@@ -254,31 +288,52 @@ class Control(Driver):
 
     def run(self, request: Request) -> Reply:
         fill, timed = self.workload(request["workload"])
-        timed = timed[: request["limit"]]
         books = BOOKS[sys.argv[1]](request["num_blocks"])
-        for number, each in enumerate(fill):
-            books.serve(number, books.prepare(each))
+        served = fill_up(books, fill, workloads.further(**request["workload"]))
         gc.collect()
         gc.freeze()
-        stages, found = [], 0
-        cpu = 0.0
-        for number, each in enumerate(timed, len(fill)):
+        stages, found, cpu, evicted = [], 0, 0.0, books.evicted
+        until = time.perf_counter() + request["seconds"]
+        for number, each in enumerate(timed, served):
             prepared = books.prepare(each)
             begin = time.process_time()
             times, hits = books.serve(number, prepared)
             cpu += time.process_time() - begin
             stages.append([round(1e6 * seconds, 3) for seconds in times])
             found += hits
+            if len(stages) >= FEWEST and time.perf_counter() > until:
+                break
         gc.unfreeze()
         if (blocks := books.free_and_cached()) != request["num_blocks"]:
             raise RuntimeError(f"{blocks} blocks are left of {request['num_blocks']}")
+        timed = timed[: len(stages)]
         return {
             "digest": workloads.digest(timed),
             "names": books.stages,
             "stages_us": stages,
             "cpu_us": 1e6 * cpu / len(timed),
             "hit_rate": found / sum(each.prompt_length for each in timed),
+            "evicted": (books.evicted - evicted) / len(timed),
         }
+
+
+def fill_up(books: Books, fill: list[workloads.Request], more: Iterator[workloads.Request]) -> int:
+    """Serve what fills the books, and more until they are full; how many requests that took."""
+    for number, each in enumerate(fill):
+        books.serve(number, books.prepare(each))
+    served = len(fill)
+    unused = books.unused()
+    # Who is not full after as many again never will be; what it then evicts is reported.
+    for each in itertools.islice(more, len(fill)):
+        # Counting walks over all blocks, so it is done anew only where the end may be near.
+        if unused < workloads.own_blocks(each, BLOCK_SIZE):
+            unused = books.unused()
+            if unused < workloads.own_blocks(each, BLOCK_SIZE):
+                break
+        books.serve(served, books.prepare(each))
+        unused -= workloads.own_blocks(each, BLOCK_SIZE)
+        served += 1
+    return served
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python benchmarks/peers/install.py [vllm llama control] [--minutes 90] [--again]
 
-Beside each environment stands a file, ``.peers/<name>.json``, that says what was installed, or why
-it could not be: the benchmarks print that reason in the peer's row. Versions are pinned, so that
-figures of two machines speak of the same programs.
+They go below ``.peers/``, or below the folder that the variable ``RADIXKV_PEERS`` names, here and
+for the benchmarks alike. Beside each environment stands a file, ``<name>.json``, that says what was
+installed, or why it could not be: the benchmarks print that reason in the peer's row. Versions are
+pinned, so that figures of two machines speak of the same programs.
 """
 
 from __future__ import annotations
@@ -158,7 +159,10 @@ def versions(python: Path, packages: tuple[str, ...], deadline: float) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog=f"They go into {PEERS}; the variable RADIXKV_PEERS names another folder.",
+    )
     parser.add_argument("names", nargs="*", metavar="PEER", help=f"of {', '.join(ALL)}; else all")
     parser.add_argument("--minutes", type=float, default=90, help="for each, at the most")
     parser.add_argument("--again", action="store_true", help="from an empty folder")

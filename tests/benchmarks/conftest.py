@@ -74,8 +74,13 @@ def on_demo(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = load_model(tiny_folder, "float32")
         return replace(loaded, tokenizer=tokenizer, eos_token_ids=(tokenizer.eos_token_id,))
 
-    monkeypatch.setattr(LLM, "demo", lambda dtype: LLM(load("demo", dtype), kv_memory="64MiB"))
+    def demo(dtype: str, kv_memory: str = "64MiB", **settings: Any) -> LLM:
+        return LLM(load("demo", dtype), kv_memory=kv_memory, **settings)
+
+    monkeypatch.setattr(LLM, "demo", demo)
     monkeypatch.setattr(importlib.import_module("shared_prompt"), "load_model", load)
+    control_step = importlib.import_module("control_step")
+    monkeypatch.setattr(control_step, "load_tokenizer", lambda source: (tokenizer, "tiny"))
 
 
 class InProcess:

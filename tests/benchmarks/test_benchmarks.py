@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import measure
 import plots
 import pytest
 import serving
+import traces
 import waste
 import workloads
 
@@ -107,16 +109,73 @@ def test_control_plane(
     assert kept["requests"] == 60
     assert 0 < kept["hit_rate"] < 1
     assert kept["whole_p50_us"] > kept["match_p50_us"] > 0
+    assert kept["evicted_blocks"] > 0
     assert written["engines"] == {"vllm": {"failure": "not installed: no wheel"}}
     assert "vLLM block pool: not installed: no wheel" in capsys.readouterr().out
 
 
+def test_a_sweep_is_timed_on_a_full_cache() -> None:
+    """Once timing starts there is no room for another conversation, however much was left over."""
+    spec = {"leaves": 40, "timed": 10}
+    fill, timed = workloads.make("sweep", **spec)
+    more = workloads.further("sweep", **spec)
+    spare = 500
+    num_blocks = control_plane.blocks_for(fill, 1.0) + spare
+    *_, evicted = control_plane.one_run(fill, timed, num_blocks, more=more)
+    # Five new conversations and five second turns, of some 100 to 200 tokens each.
+    assert 5 <= evicted <= 13
+    *_, without = control_plane.one_run(fill, timed, num_blocks)
+    assert without == 0
+    numbers = {request.conversation for request in fill + timed}
+    assert next(workloads.further("sweep", **spec)).conversation not in numbers
+    assert list(workloads.further("chat", conversations=3)) == []
+
+
+def test_a_workload_that_is_not_there_is_refused(
+    run_main: RunMain, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_main("control_plane", "--only", "cats")
+    assert "no workload has 'cats' in its name; there are chat, sweep" in capsys.readouterr().err
+
+
 def test_replay(run_main: RunMain) -> None:
-    traces = ("--traces", "tot_game24", "--requests", "60", "--policies", "lru,lru-hinted")
-    written = run_main("replay", "--short", *traces)
+    options = ("--traces", "tot_game24", "--requests", "60", "--policies", "lru,lru-hinted")
+    written = run_main("replay", "--short", "--parts", "cache", *options)
     kept = written["results"]["tot_game24"]["10%"]
     assert kept["lru"]["cpu_us"] > 0
     assert set(kept) == {"blocks", "optimum", "lru", "lru, hinted"}
+
+
+def test_replay_against_the_engine(run_main: RunMain) -> None:
+    import engine_replay
+
+    options = ("--parts", "engine", "--traces", "mtbench101_chat", "--engine-requests", "24")
+    kept = run_main("replay", *options)["results"]["mtbench101_chat, engine"]["50%"]
+    rows = engine_replay.reduced(traces.load("mtbench101_chat", 24), 4)
+    alone, in_order, at_once = kept["cache alone"], kept["engine, in order"], list(kept.values())[3]
+    assert in_order["requests"] + in_order["too_large"] == 24
+    assert in_order["prompt_tokens"] == sum(row.prompt for row in rows)
+    assert in_order["output_tokens"] == at_once["output_tokens"] == sum(row.output for row in rows)
+    assert 0 < alone["prefilled"] == in_order["prefilled"] < in_order["prompt_tokens"]
+    assert at_once["prefilled"] > 0
+
+
+def test_an_engine_that_prefills_otherwise_fails_its_replay(
+    run_main: RunMain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import engine_replay
+
+    real = engine_replay.cache_alone
+
+    def one_more(*arguments: Any) -> dict[str, Any]:
+        said = real(*arguments)
+        return said | {"prefilled": said["prefilled"] + 1}
+
+    monkeypatch.setattr(engine_replay, "cache_alone", one_more)
+    options = ("--parts", "engine", "--traces", "mtbench101_chat", "--engine-requests", "4")
+    with pytest.raises(SystemExit, match="tokens prefilled, not"):
+        run_main("replay", *options)
 
 
 def test_waste(run_main: RunMain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +250,72 @@ def test_metadata(run_main: RunMain, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 < written["results"]["16"]["bytes_per_token"] < 20
 
 
-def test_programs(run_main: RunMain) -> None:
-    written = run_main("programs", "--tokens", "64", "--runs", "2")
-    assert written["results"]["context.fork(1)"]["p50_us"] > 0
+def test_programs(run_main: RunMain, on_demo: None) -> None:
+    small = ("--short", "--root", "90", "--new-tokens", "4", "--dtype", "float32", "--threads", "1")
+    results = run_main("programs", *small, "--tokens", "64", "--runs", "2")["results"]
+    assert results["context.fork(1)"]["p50_us"] > 0
+    forked, cached, computed = results["tree of thought, 2 branches"].values()
+    # Two levels of two thoughts of 4 tokens, and an answer, however they come about.
+    assert forked["sampled"] == cached["sampled"] == computed["sampled"] == 20
+    assert cached["same_text"]
+    assert computed["same_text"]
+    # The root is computed once, or once for each of the five calls.
+    assert 140 < forked["prefilled"] < 210
+    assert 140 < cached["prefilled"] < 210
+    assert computed["prefilled"] > 5 * 140
+    forked, cached, computed = results["best of n, 2 branches"].values()
+    assert 2 * forked["prefilled"] == 2 * cached["prefilled"] == computed["prefilled"]
+
+
+def test_control_step(run_main: RunMain, on_demo: None) -> None:
+    small = ("--prefix", "40", "--vocabulary", "250", "--steps", "4", "--turns", "1")
+    results = run_main("control_step", *small, "--rows", "1,3")["results"]
+    for rows, kept in results.items():
+        assert all(cost > 0 for cost in kept["us_a_step_and_row"].values())
+        calls = kept["calls_a_step"]
+        # Rows that only go on are not planned again; every other phase is met as often as it is.
+        assert calls.pop("plan") == 0
+        by_row = {"sampler's rows", "push", "stop checks", "detokenize"}
+        assert calls == {phase: int(rows) if phase in by_row else 1 for phase in calls}
+
+
+def test_scaling(run_main: RunMain, on_demo: None) -> None:
+    small = ("--rows", "1,3", "--contexts", "40,400", "--steps", "2", "--chunk", "32")
+    # A block is 16 tokens of 256 bytes: three contexts of 400 tokens of their own do not fit.
+    options = ("--threads", "1", "--dtype", "float32", "--kv-memory", "200KiB")
+    results = run_main("scaling", *small, *options)["results"]
+    assert results["left out"] == ["3 rows of 400 tokens of their own"]
+    points = {(p["rows"], p["context"], p["shared"]): p for p in results["decode"]}
+    assert set(points) == {
+        (1, 40, False), (1, 400, False), (3, 40, True), (3, 40, False), (3, 400, True),
+    }  # fmt: skip
+    # Contexts of their own are read once for each; so is a run that is too short to pay.
+    for alone in ((3, 40, False), (3, 40, True)):
+        assert points[alone]["kv_read"] == points[alone]["pairs"]
+    # Two warm steps, and the first and the second of those that count, behind the first token.
+    assert points[1, 40, False]["pairs"] == 40 + 3.5
+    # Not all of these were admitted in the same step.
+    assert 3 * 403.5 <= points[3, 400, True]["pairs"] <= 3 * 405.5
+    assert [p["context"] for p in results["prefill"]] == [0, 40]
+    assert set(results["slopes, ms"]["steps"]) == {"wall", "CPU"}
+
+
+def test_slopes_of_a_known_line() -> None:
+    import scaling
+
+    points = [
+        scaling.Point(rows, 0, True, read, pairs, 7 + 2 * rows + 0.5 * read + 0.25 * pairs, 1.0)
+        for rows, read, pairs in [(1, 10, 10), (4, 10, 40), (4, 40, 40), (16, 30, 500), (9, 9, 20)]
+    ]
+    found = scaling.fit_steps(points, "wall")
+    assert found.slopes == pytest.approx((7, 2, 0.5, 0.25))
+    assert found.worst == pytest.approx(0, abs=1e-9)
+    assert scaling.fit_steps([*points, replace(points[0], wall_ms=20.0)], "wall").worst > 0.1
+    prompts = [
+        scaling.Point(1, context, False, 0, 8 * context + 36, 8 * 3 + 2 * (8 * context + 36), 1.0)
+        for context in (0, 5, 9)
+    ]
+    assert scaling.fit_prompts(prompts, 8, "wall").slopes == pytest.approx((3, 2))
 
 
 def test_what_was_measured_says_on_what() -> None:
@@ -236,6 +358,7 @@ def test_the_page_runs_every_benchmark() -> None:
 
     page = runpy.run_path(str(BENCHMARKS / "__main__.py"))
     helpers = {"__main__", "measure", "plots", "serving", "workloads", "traces", "optimum"}
+    helpers |= {"engine_replay"}  # part of replay
     helpers |= {
         "stream_reader",
         "soak",
