@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -39,6 +40,15 @@ def available_memory() -> int:
     room = container_room()
     available = _fields(info, ":")["MemAvailable"] * 1024
     return available if room is None else min(available, room)
+
+
+def return_freed_memory() -> None:
+    """Have the C library return to the system what was freed, where it can (glibc).
+
+    It keeps freed pieces of some megabytes for later, and model weights are many of these.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def container_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:

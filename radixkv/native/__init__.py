@@ -18,8 +18,18 @@ from radixkv.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("attention.cpp", "blocks.cpp", "layer.cpp")
-HEADERS = ("elements.h", "multiply.h", "paged.h", "store.h", "team.h", "tiles.h", "vectors.h")
+SOURCES = ("attention.cpp", "blocks.cpp", "layer.cpp", "weights.cpp")
+HEADERS = (
+    "arena.h",
+    "bytes.h",
+    "elements.h",
+    "multiply.h",
+    "paged.h",
+    "store.h",
+    "team.h",
+    "tiles.h",
+    "vectors.h",
+)
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp")
 
 
