@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from radixkv.attention import LayerShape
+from radixkv.attention.native_backend import fits
 from radixkv.model.function_adapter import direct_layer
 from radixkv.model.operators import Norm
 from radixkv.model.prepack import TILED_ROWS, ReplacedLinear
@@ -74,6 +76,9 @@ def _parts_of(block: FusedBlock) -> _Parts | None:
     first, second = block.norm_before_attention, block.norm_before_mlp
     around = (block.norm_after_attention, block.norm_after_mlp, block.keywords["softcap"])
     if len(weights) < len(linears) or first is None or second is None or any(around):
+        return None
+    heads, kv_heads = (width // block.head_dim for width in (block.query_width, block.key_width))
+    if not fits(LayerShape(kv_heads, block.head_dim, block.head_dim), heads):
         return None
     if len(scales) not in (0, len(linears)):
         return None
