@@ -32,6 +32,7 @@ SHORT: dict[str, tuple[tuple[str, ...], bool]] = {
     "serve_overhead": (("--turns", "1", "--streams", "16", "--tokens", "64"), False),
     "memory": (("--prompts", "2", "--scale", "8"), False),
     "step": (("--steps", "3", "--rows", "1,16"), False),
+    "quantization": (("--tokens", "256"), False),
     "shared_prompt": (("--turns", "1", "--conversations", "2", "--max-tokens", "8"), False),
     "startup": (("--short",), True),
     "single": (("--short",), True),

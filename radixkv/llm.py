@@ -31,7 +31,7 @@ from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import RequestError
 from radixkv.inputs import Conversation, Prompt, as_conversations, as_prompts, params_for
-from radixkv.memory import parse_memory
+from radixkv.memory import parse_memory, return_freed_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_on, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
@@ -152,6 +152,7 @@ class LLM:
             if quantization is not None:
                 quantize_linears(model.model)
             pack_linears(model.model)
+            return_freed_memory()
             self.cache = PrefixCache(
                 CacheConfig(num_blocks=store.num_blocks, block_size=block_size, eviction=eviction)
             )

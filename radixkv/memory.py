@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 from pathlib import Path
 
@@ -43,12 +44,14 @@ def available_memory() -> int:
 
 
 def return_freed_memory() -> None:
-    """Have the C library return to the system what was freed, where it can (glibc).
+    """Have the C library give the system what was freed, where it can: glibc.
 
-    It keeps freed pieces of some megabytes for later, and model weights are many of these.
+    It keeps freed pieces of some megabytes to itself, and a model's replaced weights are such.
     """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    if platform.system() == "Linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def container_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -19,7 +19,6 @@ from torch.nn import functional
 from radixkv import native
 from radixkv.devices import resolve_device
 from radixkv.errors import ConfigError
-from radixkv.memory import return_freed_memory
 from radixkv.model.layers import Model
 from radixkv.model.loading import DTYPES
 from radixkv.model.prepack import TILE_MULTIPLE, ReplacedLinear, can_pack, linears_of, tiled
@@ -172,5 +171,4 @@ def quantize_linears(model: Model) -> int:
         )
     if replaced < total:
         logger.warning("%d of the model's %d linear layers have no int8", total - replaced, total)
-    return_freed_memory()
     return replaced

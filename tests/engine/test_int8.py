@@ -26,7 +26,7 @@ needs_operators = pytest.mark.skipif(
 Tokens = tuple[int, ...]
 NEW = 12
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
-# Nearer than this, bfloat16 may take the one or the other; the logits' spread is 5.6.
+# Nearer than this, bfloat16 may take the one or the other; the logits' spread is 6.
 NEAR = 0.5
 
 
