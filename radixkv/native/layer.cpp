@@ -239,9 +239,9 @@ at::Tensor decoder_layer(
   TORCH_CHECK(allow_tiles(), "this CPU, or its kernel, has no AMX tiles");
   const int64_t rows = hidden.size(0), width = hidden.size(1), dim = keys.size(-1);
   Block b{};
-  Weight* const places_of_weights[] = {&b.qkv, &b.o, &b.gate_up, &b.down};
+  Weight* const parts[] = {&b.qkv, &b.o, &b.gate_up, &b.down};
   for (int i = 0; i < 4; ++i)
-    *places_of_weights[i] = packed(weights[i], scales.empty() ? nullptr : &scales[i]);
+    *parts[i] = packed(weights[i], scales.empty() ? nullptr : &scales[i]);
   b.hidden = width;
   b.heads = b.o.inputs / dim;
   Inputs in = store_inputs(
