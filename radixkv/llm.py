@@ -31,7 +31,7 @@ from radixkv.engine.request import Status
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import RequestError
 from radixkv.inputs import Conversation, Prompt, as_conversations, as_prompts, params_for
-from radixkv.memory import parse_memory, return_freed_memory
+from radixkv.memory import parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_on, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
@@ -65,9 +65,8 @@ class LLM:
     kv_dtype : str
         What keys and values are kept in: "auto" (the model's dtype), "fp8" (e4m3) or "fp8_e5m2".
     quantization : str, optional
-        "int8" keeps the weights of linear layers in 8 bits, with a scale for each output, and
-        computes in bfloat16: for CPUs with AMX and the compiled operators, and models that are not
-        loaded yet. After `close`, ``loaded.model`` has the weights so rounded.
+        "int8" keeps linear layers' weights in 8 bits and computes in bfloat16: on CPUs with AMX
+        and the compiled operators, of models not loaded yet. `close` leaves them rounded so.
     block_size : int
         Tokens in a block.
     seed : int, optional
@@ -152,7 +151,6 @@ class LLM:
             if quantization is not None:
                 quantize_linears(model.model)
             pack_linears(model.model)
-            return_freed_memory()
             self.cache = PrefixCache(
                 CacheConfig(num_blocks=store.num_blocks, block_size=block_size, eviction=eviction)
             )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from radixkv import native
-from radixkv.memory import available_memory
+from radixkv.memory import available_memory, return_freed_memory
 from radixkv.model.layers import Model
 from radixkv.model.loading import is_native
 
@@ -122,6 +122,7 @@ def pack_linears(model: Model) -> int:
             setattr(parent, name, packed)
             replaced.append(packed)
     _tile(replaced)
+    return_freed_memory()
     return len(replaced)
 
 
