@@ -34,6 +34,7 @@ SHORT: dict[str, tuple[tuple[str, ...], bool]] = {
     "memory": (("--prompts", "2", "--scale", "8"), False),
     "step": (("--steps", "3", "--rows", "1,16"), False),
     "scaling": (("--short",), False),
+    "quantization": (("--tokens", "256"), False),
     "shared_prompt": (("--turns", "1", "--conversations", "2", "--max-tokens", "8"), False),
     "startup": (("--short",), True),
     "single": (("--short",), True),

@@ -1,12 +1,13 @@
 """How near is a decode step to what the machine allows? One step of many rows, and its floor.
 
-    python benchmarks/step.py [--rows 1,16,64] [--prefix 1500] [--threads 2] [--steps 20]
+    python benchmarks/step.py [--rows 1,16,64] [--prefix 1500] [--threads 2] [--steps 20] [--int8]
 
 Rows decode behind a shared prefix, the demo model in bfloat16. Whole blocks ("blocks"), the fused
 blocks that they took the place of ("fused"), and two lower bounds, in turn: all weights, and keys
 and values once each, read as fast as a plain sum reads memory ("read"), and all of the step's
 matrix products by torch over oneDNN's own order of weights ("products"). The floor is the larger
-of these. Milliseconds, wall, medians; the step's CPU time beside it.
+of these. Milliseconds, wall, medians; the step's CPU time beside it. With --int8, whole blocks over
+int8 weights take their turns too.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def products(llm: LLM, rows: int) -> Callable[[], None]:
 
 
 @torch.inference_mode()
-def measure(llm: LLM, rows: int, prefix: int, steps: int) -> list[Any]:
+def measure(llm: LLM, int8: LLM | None, rows: int, prefix: int, steps: int) -> list[Any]:
     """One line of the table."""
-    ready(llm, rows, prefix, WARM_STEPS + 4 * steps)
+    for each in (llm, int8):
+        if each is not None:
+            ready(each, rows, prefix, WARM_STEPS + 4 * steps)
     weights = sum(
         2 * m.in_features * m.out_features
         for m in llm.loaded.model.modules()
@@ -107,17 +110,21 @@ def measure(llm: LLM, rows: int, prefix: int, steps: int) -> list[Any]:
         times.setdefault("blocks", []).append(timed(llm.engine.step))
         with fused(llm):
             times.setdefault("fused", []).append(timed(llm.engine.step))
+        if int8 is not None:
+            times.setdefault("int8", []).append(timed(int8.engine.step))
         times.setdefault("read", []).append(timed(memory.sum))
         times.setdefault("products", []).append(timed(multiply))
-    for request in list(llm.engine.requests):
-        llm.engine.abort(request)
+    for each in (llm, int8):
+        for request in list(each.engine.requests) if each is not None else []:
+            each.engine.abort(request)
     wall = {name: statistics.median(w for w, _ in each) for name, each in times.items()}
     cpu = {name: statistics.median(c for _, c in each) for name, each in times.items()}
     floor = max(wall["read"], wall["products"])
-    return [
+    line = [
         str(rows), wall["blocks"], cpu["blocks"], wall["fused"], cpu["fused"], wall["read"],
         wall["products"], f"{wall['blocks'] / floor:.2f}",
     ]  # fmt: skip
+    return line if int8 is None else [*line, wall["int8"], cpu["int8"]]
 
 
 def main() -> None:
@@ -126,19 +133,21 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=1500)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--int8", action="store_true")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print_head()
     llm = LLM.demo(dtype="bfloat16", max_num_batched_tokens=4096)
+    int8 = LLM.demo(quantization="int8", max_num_batched_tokens=4096) if arguments.int8 else None
     lines = [
-        measure(llm, int(rows), arguments.prefix, arguments.steps)
+        measure(llm, int8, int(rows), arguments.prefix, arguments.steps)
         for rows in arguments.rows.split(",")
     ]
-    llm.close()
-    print_table("A decode step, ms", HEAD, lines)
+    head = [*HEAD, "int8", "CPU"] if arguments.int8 else HEAD
+    print_table("A decode step, ms", head, lines)
     names = ["rows", "blocks_ms", "blocks_cpu_ms", "fused_ms", "fused_cpu_ms", "read_ms"]
-    names += ["products_ms", "over_floor"]
+    names += ["products_ms", "over_floor", *(["int8_ms", "int8_cpu_ms"] if arguments.int8 else [])]
     write_json(arguments.output, {"lines": [dict(zip(names, x, strict=True)) for x in lines]})
 
 

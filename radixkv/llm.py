@@ -35,6 +35,7 @@ from radixkv.memory import parse_memory
 from radixkv.model.adapter import adapt
 from radixkv.model.loading import LoadedModel, load_on, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
+from radixkv.model.quantize import check_quantization, quantize_linears
 from radixkv.model.sizing import make_store
 from radixkv.programs import Context, Host, Pending, run
 from radixkv.programs.content import Content
@@ -63,6 +64,9 @@ class LLM:
         and on a GPU all that the largest step leaves, but for `HEADROOM`.
     kv_dtype : str
         What keys and values are kept in: "auto" (the model's dtype), "fp8" (e4m3) or "fp8_e5m2".
+    quantization : str, optional
+        "int8" keeps linear layers' weights in 8 bits and computes in bfloat16: on CPUs with AMX
+        and the compiled operators, of models not loaded yet. `close` leaves them rounded so.
     block_size : int
         Tokens in a block.
     seed : int, optional
@@ -97,6 +101,7 @@ class LLM:
         device: str | torch.device = "auto",
         kv_memory: str | int = "auto",
         kv_dtype: str = "auto",
+        quantization: str | None = None,
         block_size: int = 16,
         seed: int | None = None,
         eviction: str = "lru",
@@ -117,10 +122,13 @@ class LLM:
         if kv_memory != "auto":
             parse_memory(kv_memory)
         stored = parse_kv_dtype(kv_dtype)
+        check_quantization(quantization, dtype, device, loaded=isinstance(model, LoadedModel))
         if seed is not None:
             SamplingParams(seed=seed)
         if cuda_graphs and not isinstance(model, LoadedModel):
             refuse_without_gpu(resolve_device(device))
+        if quantization is not None:
+            dtype = "bfloat16"  # What "auto" means here.
         model = load_on(device, model, dtype, progress=progress)
         self.loaded = model
         self.seed = seed
@@ -140,6 +148,8 @@ class LLM:
                 max_len=length,
                 config=engine_config,
             )
+            if quantization is not None:
+                quantize_linears(model.model)
             pack_linears(model.model)
             self.cache = PrefixCache(
                 CacheConfig(num_blocks=store.num_blocks, block_size=block_size, eviction=eviction)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from radixkv import memory
 from radixkv.errors import ConfigError
-from radixkv.memory import num_blocks_for, parse_memory
+from radixkv.memory import num_blocks_for, parse_memory, return_freed_memory
 
 
 @pytest.mark.parametrize(
@@ -88,3 +91,17 @@ def test_the_container_bounds_what_is_available(monkeypatch: pytest.MonkeyPatch)
     assert memory.available_memory() == 12345
     monkeypatch.setattr(memory, "container_room", lambda: None)
     assert memory.available_memory() > 1 << 20
+
+
+def test_freed_memory_is_returned_where_the_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=trimmed.append))
+    return_freed_memory()
+    assert trimmed == [0]
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    return_freed_memory()
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("it has none"))
+    return_freed_memory()
+    assert trimmed == [0]

@@ -37,6 +37,7 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 KVMemory = Annotated[str, typer.Option(help="Memory for keys and values, like 2GiB, or auto.")]
 KVDtype = Annotated[str, typer.Option(help="Keys and values in: auto, fp8 or fp8_e5m2.")]
+Quantization = Annotated[str | None, typer.Option(help="Weights in 8 bits: int8.")]
 BlockSize = Annotated[int, typer.Option(min=1, help="Tokens in a block.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Same seed, same tokens.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most new tokens of each continuation.")]
@@ -51,6 +52,7 @@ class _ModelOptions:
     device: str
     kv_memory: str
     kv_dtype: str
+    quantization: str | None
     block_size: int
     seed: int | None
 
@@ -64,6 +66,7 @@ class _ModelOptions:
             device=self.device,
             kv_memory=self.kv_memory,
             kv_dtype=self.kv_dtype,
+            quantization=self.quantization,
             block_size=self.block_size,
             seed=self.seed,
             progress=lambda line: print(line, file=sys.stderr),
@@ -75,6 +78,7 @@ class _ModelOptions:
 def demo(
     dtype: Dtype = "auto",
     device: Device = "auto",
+    quantization: Quantization = None,
     max_tokens: MaxTokens = 48,
     compare: Annotated[
         bool, typer.Option(help="Run a part of the same work with Hugging Face generate.")
@@ -83,7 +87,7 @@ def demo(
     """Sixteen conversations over one long system prompt, two turns each, on a real model."""
     from radixkv.cli.demo import run_demo
 
-    run_demo(dtype, device, max_tokens, compare)
+    run_demo(dtype, device, quantization, max_tokens, compare)
 
 
 @app.command()
@@ -93,6 +97,7 @@ def chat(
     device: Device = "auto",
     kv_memory: KVMemory = "auto",
     kv_dtype: KVDtype = "auto",
+    quantization: Quantization = None,
     block_size: BlockSize = 16,
     seed: Seed = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
@@ -105,7 +110,9 @@ def chat(
     from radixkv.decoding import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    options = _ModelOptions(model, dtype, device, kv_memory, kv_dtype, block_size, seed)
+    options = _ModelOptions(
+        model, dtype, device, kv_memory, kv_dtype, quantization, block_size, seed
+    )
     run_chat(options.load(), params, system)
 
 
@@ -129,6 +136,7 @@ def generate(
     device: Device = "auto",
     kv_memory: KVMemory = "auto",
     kv_dtype: KVDtype = "auto",
+    quantization: Quantization = None,
     block_size: BlockSize = 16,
     seed: Seed = None,
     max_tokens: MaxTokens = 64,
@@ -152,7 +160,9 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    options = _ModelOptions(model, dtype, device, kv_memory, kv_dtype, block_size, seed)
+    options = _ModelOptions(
+        model, dtype, device, kv_memory, kv_dtype, quantization, block_size, seed
+    )
     if prompt:
         run_prompts(options.load, prompt, params)
     elif prompts is not None and output is not None:

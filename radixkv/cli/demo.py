@@ -57,16 +57,24 @@ class Turn:
         )
 
 
-def run_demo(dtype: str, device: str, max_tokens: int, compare: bool) -> None:
+def run_demo(
+    dtype: str, device: str, quantization: str | None, max_tokens: int, compare: bool
+) -> None:
     """Load the demo model, serve the workload, print the table."""
     console = Console()
     place, dtype = resolve_device(device), command_dtype("demo", dtype, device)
     started = time.perf_counter()
-    llm = LLM.demo(dtype=dtype, device=place, progress=lambda line: print(line, file=sys.stderr))
+    llm = LLM.demo(
+        dtype=dtype,
+        device=place,
+        quantization=quantization,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    weights = f", {quantization} weights" if quantization else ""
     operators = "compiled operators" if native.is_available() else "torch's operators"
     operators = operators if place.type == "cpu" else f"Triton kernels on {place}"
     console.print(
-        f"{llm.loaded.name}, {llm.loaded.dtype}, {operators}, "
+        f"{llm.loaded.name}, {llm.loaded.dtype}{weights}, {operators}, "
         f"ready in {time.perf_counter() - started:.1f} s"
     )
     workload = demo_workload()

@@ -39,6 +39,9 @@ def serve(
     device: Annotated[
         str, typer.Option(help="cpu, cuda or cuda:N.", metavar="NAME", rich_help_panel=MODEL)
     ] = "auto",
+    quantization: Annotated[
+        str | None, typer.Option(help="int8 weights.", metavar="NAME", rich_help_panel=MODEL)
+    ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="What clients call it.", metavar="NAME", rich_help_panel=MODEL),
@@ -149,6 +152,7 @@ def serve(
             device=device,
             kv_memory=kv_memory,
             kv_dtype=kv_cache_dtype,
+            quantization=quantization,
             block_size=block_size,
             eviction=eviction,
             seed=seed,

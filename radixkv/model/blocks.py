@@ -78,6 +78,11 @@ class FusedBlock(nn.Module):
         # Last, for only from here on is the layer no longer whole.
         _empty(attention, QKV)
         _empty(mlp, GATE_UP)
+        # What takes these layers' places later lets go of their weights.
+        attention.o_proj = mlp.down_proj = None
+        for parent, name in ((attention, "qkv_proj"), (mlp, "gate_up_proj")):
+            if hasattr(parent, name):
+                setattr(parent, name, None)
 
     def _place_norms(self, layer: Any) -> None:
         """Before, after, or on both sides of attention and of the feed-forward network."""
@@ -156,9 +161,9 @@ class FusedBlock(nn.Module):
     def restored(self) -> nn.Module:
         """The layer that this block replaced, with its weights."""
         layer = self._own[0]
-        _split(layer.self_attn, QKV, self.qkv_proj)
+        _split(layer.self_attn, QKV, "qkv_proj", self.qkv_proj)
         layer.self_attn.o_proj = self.o_proj
-        _split(layer.mlp, GATE_UP, self.gate_up_proj)
+        _split(layer.mlp, GATE_UP, "gate_up_proj", self.gate_up_proj)
         layer.mlp.down_proj = self.down_proj
         own: nn.Module = layer
         return own
@@ -256,10 +261,11 @@ def _empty(parent: Any, names: tuple[str, ...]) -> None:
             part.weight = part.bias = None
 
 
-def _split(parent: Any, names: tuple[str, ...], linear: Any) -> None:
+def _split(parent: Any, names: tuple[str, ...], whole: str, linear: Any) -> None:
     """Give linear layers their share of a joined one's weight back."""
-    if not hasattr(parent, names[0]):
-        return  # The model joins them itself.
+    if hasattr(parent, whole):  # The model joins them itself.
+        setattr(parent, whole, linear)
+        return
     parts = [getattr(parent, name) for name in names]
     sizes = [part.out_features for part in parts]
     weights = linear.weight.detach().split(sizes)

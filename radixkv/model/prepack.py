@@ -12,13 +12,11 @@ bit from oneDNN's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from radixkv import native
-from radixkv.memory import available_memory
+from radixkv.memory import available_memory, return_freed_memory
 from radixkv.model.layers import Model
 from radixkv.model.loading import is_native
 
@@ -32,13 +30,15 @@ TILE_MULTIPLE = 32
 TILES_SHARE = 1 / 8
 
 
-class PackedLinear(nn.Module):
-    """An `nn.Linear` over a reordered weight.
+class ReplacedLinear(nn.Module):
+    """What stands in an `nn.Linear`'s place, over its weight in another form.
 
     Attributes
     ----------
     tiles : tensor (outputs / 16, inputs / 32, 16, 32) or None
         The weight in tiles: row r of each holds inputs 2r and 2r + 1 of sixteen outputs.
+    scales : float32 tensor (outputs,) or None
+        What a product with each output's int8 weights is multiplied by.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -47,6 +47,32 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self.bias = linear.bias
         self.tiles: torch.Tensor | None = None
+        self.scales: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as the model has it, made anew; (out_features, in_features)."""
+        raise NotImplementedError
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight, in all the forms that are kept."""
+        kept = [tensor for tensor in (self.tiles, self.scales) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    def unpacked(self) -> nn.Linear:
+        """A plain layer with this one's weight."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        linear.bias = self.bias
+        return linear.eval()
+
+
+class PackedLinear(ReplacedLinear):
+    """An `nn.Linear` over a reordered weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
             linear.weight.detach(), None
         )
@@ -55,6 +81,11 @@ class PackedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight as it was, made anew; (out_features, in_features)."""
         return self._packed.to_dense()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight, in both orders."""
+        return super().num_bytes + 2 * self.in_features * self.out_features
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """As `nn.Linear.forward`."""
@@ -71,13 +102,6 @@ class PackedLinear(nn.Module):
         """Keep the weight in tiles too."""
         self.tiles = tiled(self.weight)
 
-    def unpacked(self) -> nn.Linear:
-        """The layer that this one replaced."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        linear.bias = self.bias
-        return linear.eval()
-
 
 def tiled(weight: torch.Tensor) -> torch.Tensor:
     """A weight (outputs, inputs) in tiles; (outputs / 16, inputs / 32, 16, 32)."""
@@ -93,31 +117,50 @@ def pack_linears(model: Model) -> int:
     that other modules use as well (a head tied to the embedding) stays with them too.
     """
     replaced = []
-    for parent, name, child in _children(model, nn.Linear):
-        if _can_pack(child) and (packed := _packed(child)) is not None:
+    for parent, name, child in linears_of(model):
+        if can_pack(child) and (packed := _packed(child)) is not None:
             setattr(parent, name, packed)
             replaced.append(packed)
     _tile(replaced)
+    return_freed_memory()
     return len(replaced)
 
 
 def unpack_linears(model: Model) -> None:
     """Give the model its own linear layers back; weights that were tied are tied again."""
-    for parent, name, child in _children(model, PackedLinear):
-        setattr(parent, name, child.unpacked())
+    for parent, name, child in _children(model):
+        if isinstance(child, ReplacedLinear):
+            setattr(parent, name, child.unpacked())
     model.tie_weights()
 
 
-def _children(model: Model, kind: type[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+def weight_bytes(model: Model) -> int:
+    """Bytes of the model's weights as they are kept now, in all forms; shared ones count once."""
+    tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers())}
+    plain = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    replaced = {m for m in model.modules() if isinstance(m, ReplacedLinear)}
+    return int(plain) + sum(linear.num_bytes for linear in replaced)
+
+
+def linears_of(model: Model) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """The model's plain linear layers, each with its parent and its name there."""
+    return [
+        (parent, name, child)
+        for parent, name, child in _children(model)
+        if type(child) is nn.Linear
+    ]
+
+
+def _children(model: Model) -> list[tuple[nn.Module, str, nn.Module]]:
     return [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is kind
     ]
 
 
-def _can_pack(linear: nn.Linear) -> bool:
+def can_pack(linear: nn.Linear) -> bool:
+    """Whether the layer is of bfloat16, on a CPU that computes in it."""
     weight = linear.weight
     return (
         weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and is_native(weight.dtype)

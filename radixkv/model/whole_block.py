@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from radixkv.attention import LayerShape
+from radixkv.attention.native_backend import fits
 from radixkv.model.function_adapter import direct_layer
 from radixkv.model.operators import Norm
-from radixkv.model.prepack import TILED_ROWS, PackedLinear
+from radixkv.model.prepack import TILED_ROWS, ReplacedLinear
 
 if TYPE_CHECKING:
     from radixkv.model.blocks import FusedBlock
@@ -25,6 +27,7 @@ class _Parts:
     """A block's weights as the operator takes them: see its schema."""
 
     weights: list[torch.Tensor]
+    scales: list[torch.Tensor]  # of weights in int8
     norms: list[torch.Tensor]
     qkv_bias: torch.Tensor | None
     o_bias: torch.Tensor | None
@@ -57,8 +60,8 @@ class WholeBlock:
         if block.rotates and embeddings is not None:
             cos, sin = block.rotary.angles(embeddings, hidden.dtype)
         output: torch.Tensor = torch.ops.radixkv.decoder_layer(
-            hidden, parts.weights, parts.norms, parts.qkv_bias, parts.o_bias, cos, sin,
-            layer.keys, layer.values, layer.slots, layer.reads, block.scaling,
+            hidden, parts.weights, parts.scales, parts.norms, parts.qkv_bias, parts.o_bias,
+            cos, sin, layer.keys, layer.values, layer.slots, layer.reads, block.scaling,
             parts.eps, parts.head_eps, block.residual_scale,
         )  # fmt: skip
         return output
@@ -67,11 +70,17 @@ class WholeBlock:
 def _parts_of(block: FusedBlock) -> _Parts | None:
     """A block's weights, if they are all in tiles and it has the operator's shape."""
     linears: list[Any] = [block.qkv_proj, block.o_proj, block.gate_up_proj, block.down_proj]
-    tiles = [linear.tiles for linear in linears if isinstance(linear, PackedLinear)]
-    weights = [each for each in tiles if each is not None]
+    replaced = [linear for linear in linears if isinstance(linear, ReplacedLinear)]
+    weights = [linear.tiles for linear in replaced if linear.tiles is not None]
+    scales = [linear.scales for linear in replaced if linear.scales is not None]
     first, second = block.norm_before_attention, block.norm_before_mlp
     around = (block.norm_after_attention, block.norm_after_mlp, block.keywords["softcap"])
     if len(weights) < len(linears) or first is None or second is None or any(around):
+        return None
+    heads, kv_heads = (width // block.head_dim for width in (block.query_width, block.key_width))
+    if not fits(LayerShape(kv_heads, block.head_dim, block.head_dim), heads):
+        return None
+    if len(scales) not in (0, len(linears)):
         return None
     if not block.gate.is_silu or any(linear.bias is not None for linear in linears[2:]):
         return None
@@ -85,6 +94,7 @@ def _parts_of(block: FusedBlock) -> _Parts | None:
         return None
     return _Parts(
         weights,
+        scales,
         [norm.weight for norm in norms],
         linears[0].bias,
         linears[1].bias,

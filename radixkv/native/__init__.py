@@ -18,10 +18,10 @@ from radixkv.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("attention.cpp", "blocks.cpp", "layer.cpp")
+SOURCES = ("attention.cpp", "blocks.cpp", "layer.cpp", "weights.cpp")
 HEADERS = (
-    "chunk.h", "elements.h", "merge.h", "multiply.h", "paged.h", "store.h", "tasks.h", "team.h",
-    "tiles.h", "vectors.h",
+    "arena.h", "bytes.h", "chunk.h", "elements.h", "merge.h", "multiply.h", "paged.h", "store.h",
+    "tasks.h", "team.h", "tiles.h", "vectors.h",
 )  # fmt: skip
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp")
 

@@ -10,9 +10,9 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
-#include <memory>
 #include <optional>
 
+#include "arena.h"
 #include "elements.h"
 #include "multiply.h"
 #include "store.h"
@@ -21,11 +21,23 @@ namespace {
 
 using namespace radixkv;
 
-Weight packed(const at::Tensor& weight) {
-  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous(), "weight");
-  TORCH_CHECK(weight.dim() == 4 && weight.size(2) == TILE && weight.size(3) == PAIR, "weight");
+// bfloat16, or int8 with scales (outputs).
+Weight packed(const at::Tensor& weight, const at::Tensor* scales) {
+  const bool bytes = scales != nullptr;
+  TORCH_CHECK(weight.scalar_type() == (bytes ? at::kChar : at::kBFloat16), "weight");
+  TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous(), "weight");
+  TORCH_CHECK(weight.size(2) == TILE && weight.size(3) == PAIR, "weight");
   TORCH_CHECK(weight.size(0) % 2 == 0, "outputs must be a multiple of 32");
-  return {weight.const_data_ptr<bf16>(), weight.size(0) * TILE, weight.size(1) * PAIR};
+  Weight found{nullptr, nullptr, nullptr, weight.size(0) * TILE, weight.size(1) * PAIR};
+  if (!bytes) {
+    found.tiles = weight.const_data_ptr<bf16>();
+    return found;
+  }
+  TORCH_CHECK(scales->scalar_type() == at::kFloat && scales->is_contiguous(), "scales");
+  TORCH_CHECK(scales->numel() == found.outputs, "a scale for each output");
+  found.bytes = weight.const_data_ptr<int8_t>();
+  found.scales = scales->const_data_ptr<float>();
+  return found;
 }
 
 const bf16* bias_of(const std::optional<at::Tensor>& bias, int64_t outputs) {
@@ -48,40 +60,11 @@ inline __m512 product_of(const float* sums, const bf16* bias, int64_t output) {
   return rounded(sum, static_cast<const bf16*>(nullptr));
 }
 
-// Buffers that live as long as their thread, so that they stay in its processor's cache.
-class Arena {
- public:
-  void reserve(size_t bytes) {
-    if (bytes > size_) {
-      room_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
-      TORCH_CHECK(room_ != nullptr, "out of memory");
-      size_ = bytes;
-    }
-    used_ = 0;
-  }
-  template <typename Value>
-  Value* take(int64_t count) {
-    Value* from = reinterpret_cast<Value*>(room_.get() + used_);
-    used_ += size_of<Value>(count);
-    return from;
-  }
-  template <typename Value>
-  static size_t size_of(int64_t count) {
-    return (count * sizeof(Value) + 63) / 64 * 64;
-  }
-
- private:
-  struct Free {
-    void operator()(char* room) const { std::free(room); }
-  };
-  std::unique_ptr<char, Free> room_;
-  size_t size_ = 0, used_ = 0;
-};
-
 // inputs (rows, inputs) times a packed weight.
 at::Tensor linear(
-    const at::Tensor& inputs, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  const Weight w = packed(weight);
+    const at::Tensor& inputs, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& scales) {
+  const Weight w = packed(weight, scales ? &*scales : nullptr);
   TORCH_CHECK(inputs.scalar_type() == at::kBFloat16 && inputs.size(-1) == w.inputs, "inputs");
   TORCH_CHECK(allow_tiles(), "this CPU, or its kernel, has no AMX tiles");
   const at::Tensor x = inputs.contiguous();
@@ -240,7 +223,7 @@ void run_block(
 }
 
 at::Tensor decoder_layer(
-    const at::Tensor& hidden, at::TensorList weights, at::TensorList norms,
+    const at::Tensor& hidden, at::TensorList weights, at::TensorList scales, at::TensorList norms,
     const std::optional<at::Tensor>& qkv_bias, const std::optional<at::Tensor>& o_bias,
     const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
     const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
@@ -248,14 +231,14 @@ at::Tensor decoder_layer(
   TORCH_CHECK(hidden.dim() == 2 && hidden.is_contiguous(), "hidden");
   TORCH_CHECK(hidden.scalar_type() == at::kBFloat16, "hidden");
   TORCH_CHECK(weights.size() == 4 && reads.size() == 4, "lists");
+  TORCH_CHECK(scales.empty() || scales.size() == 4, "scales of all weights or of none");
   TORCH_CHECK(norms.size() == 2 || norms.size() == 4, "norms");
   TORCH_CHECK(allow_tiles(), "this CPU, or its kernel, has no AMX tiles");
   const int64_t rows = hidden.size(0), width = hidden.size(1), dim = keys.size(-1);
   Block b{};
-  b.qkv = packed(weights[0]);
-  b.o = packed(weights[1]);
-  b.gate_up = packed(weights[2]);
-  b.down = packed(weights[3]);
+  Weight* const parts[] = {&b.qkv, &b.o, &b.gate_up, &b.down};
+  for (int i = 0; i < 4; ++i)
+    *parts[i] = packed(weights[i], scales.empty() ? nullptr : &scales[i]);
   b.hidden = width;
   b.heads = b.o.inputs / dim;
   Inputs in = store_inputs(
@@ -318,10 +301,11 @@ at::Tensor decoder_layer(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(radixkv, library) {
-  library.def("linear(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor");
   library.def(
-      "decoder_layer(Tensor hidden, Tensor[] weights, Tensor[] norms, Tensor? qkv_bias, "
-      "Tensor? o_bias, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
+      "linear(Tensor inputs, Tensor weight, Tensor? bias, Tensor? scales=None) -> Tensor");
+  library.def(
+      "decoder_layer(Tensor hidden, Tensor[] weights, Tensor[] scales, Tensor[] norms, "
+      "Tensor? qkv_bias, Tensor? o_bias, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
       "Tensor[] reads, float scale, float eps, float head_eps, float residual) -> Tensor");
 }
 

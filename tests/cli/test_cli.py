@@ -135,6 +135,8 @@ def test_generate_from_file_to_file(model: str, tmp_path: Path, inside: Inside) 
         (["-p", "a", "--temperature", "-1"], "--temperature"),
         (["-p", "a", "--dtype", "float31"], "float32"),
         (["-p", "a", "--device", "abacus"], "cuda:N"),
+        (["-p", "a", "--quantization", "int4"], "did you mean int8"),
+        (["-p", "a", "--quantization", "int8", "--dtype", "float32"], "bfloat16"),
         (["-p", "a", "--kv-memory", "lots"], "2GiB"),
         (["-p", "a", "--kv-memory", "12"], "no block"),
         (["-p", "a", "--block-size", "0"], "--block-size"),

@@ -25,6 +25,7 @@ from radixkv.attention import KVStore, Row, choose_backend, make_batch
 from radixkv.attention.native_backend import NativeBackend
 from radixkv.model.blocks import FusedAdapter
 from radixkv.model.prepack import TILED_ROWS, PackedLinear, pack_linears, tiled
+from radixkv.model.quantize import quantize_linears, quantized
 from radixkv.model.whole_block import WholeBlock
 
 pytestmark = pytest.mark.skipif(
@@ -139,11 +140,12 @@ def steps(size: int = 4) -> list[list[Row]]:
 
 
 def run(adapter: FusedAdapter) -> list[torch.Tensor]:
-    store = KVStore(adapter.layers, 40, 4, torch.bfloat16)
+    dtype = adapter.model.dtype
+    store = KVStore(adapter.layers, 40, 4, dtype)
     for cache in (*store.keys, *store.values):
         cache.fill_(torch.nan)
     backend = choose_backend(store)
-    assert isinstance(backend, NativeBackend)
+    assert isinstance(backend, NativeBackend) == (dtype is torch.bfloat16)
     found = []
     with torch.inference_mode():
         for rows in steps():
@@ -183,8 +185,64 @@ def test_same_bits_as_fused_blocks(
             assert torch.equal(found, expected)
 
 
-def test_blocks_of_another_shape_stay_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made(Gemma2Config(**SMALL))
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Of all logits, over their spread."""
+    one, other = torch.cat(found[:3]).float(), torch.cat(expected[:3]).float()
+    return float((one - other).square().mean().sqrt() / other.std())
+
+
+def in_float32(model: Any) -> list[torch.Tensor]:
+    adapter = FusedAdapter(model)
+    found = run(adapter)
+    adapter.close()
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["llama with biases", "qwen3", "mistral", "phi3"])
+def test_int8(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of fused blocks, as near to float32 as bfloat16 is, and a bounded error."""
+    model = made(CONFIGS[name])
+    adapter = FusedAdapter(model)
+    plain = run(adapter)
+    assert quantize_linears(model) == 3 * 4 + 1
+    torch.set_num_threads(threads)
+    try:
+        taken = counted(monkeypatch)
+        whole = run(adapter)
+        assert taken == [True] * (3 * 3)
+        monkeypatch.setattr(WholeBlock, "__call__", lambda *_: None)
+        fused = run(adapter)
+    finally:
+        torch.set_num_threads(1)
+    for found, expected in zip(whole, fused, strict=True):
+        assert_same(found, expected)
+    adapter.close()
+    exact = made(CONFIGS[name]).float()
+    of_bfloat16 = distance(plain, in_float32(exact))
+    for module in exact.modules():
+        if type(module) is torch.nn.Linear:
+            weight, scales = quantized(module.weight)
+            module.weight.copy_(weight * scales[:, None])
+    assert distance(whole, in_float32(exact)) < 1.3 * of_bfloat16
+    assert 0.02 < distance(whole, plain) < 0.1
+
+
+# Heads of 48: their projections fit into tiles, they do not.
+NOT_WHOLE = {
+    "gemma2": Gemma2Config(**SMALL),
+    "narrow heads": LlamaConfig(**SMALL | {"head_dim": 48, "num_key_value_heads": 6}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_blocks_of_another_shape_stay_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(NOT_WHOLE[name])
     adapter = FusedAdapter(model)
     pack_linears(model)
     taken = counted(monkeypatch)
