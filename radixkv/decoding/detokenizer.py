@@ -15,7 +15,7 @@ from typing import Protocol, cast
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are not, or not yet, a character."""
 
-WINDOW = 16
+WINDOW = 8
 """Tokens of finished text that stay as context; a window has about twice as many at the most."""
 
 LONGEST = 3

@@ -60,20 +60,15 @@ class ModelRunner:
         )
         self._plan = batch.plan
         batch.copies = [self._slots(order) for order in step.copies if order.after_write]
-        order = batch.plan.order.tolist()
-        tokens = np.concatenate([_tokens(step.rows[index]) for index in order])
+        order = batch.plan.order
         place = np.empty(len(rows), np.int64)
-        place[batch.plan.order] = np.arange(len(rows))
-        ends = batch.offsets[1:][place].tolist()
-        wanted = [
-            index
-            for end, row in zip(ends, step.rows, strict=True)
-            for index in range(end - row.num_logits, end)
-        ]
+        place[order] = np.arange(len(rows))
+        tokens = _tokens([step.rows[index] for index in order.tolist()])
+        wanted = torch.from_numpy(_wanted(step.rows, batch.offsets[1:][place]))
         self._count(step.rows, batch.kv_tokens())
         # What the adapter does may be changed from outside, so it is looked up every time.
         forward = self.forward or partial(self.adapter.forward, self.backend)
-        return forward(batch, torch.from_numpy(tokens), torch.tensor(wanted, dtype=torch.int64))
+        return forward(batch, torch.from_numpy(tokens), wanted)
 
     def _reusable_plan(self, step: Step) -> AttentionPlan | None:
         """The last plan, if the same sequences only go on decoding."""
@@ -95,6 +90,16 @@ class ModelRunner:
         counters.kv_tokens_unshared += kv_tokens[1]
 
 
-def _tokens(row: ScheduledRow) -> npt.NDArray[np.int64]:
-    data = row.sequence.data[row.start * TOKEN_BYTES : row.stop * TOKEN_BYTES]
+def _tokens(rows: list[ScheduledRow]) -> npt.NDArray[np.int64]:
+    """The rows' queries, one row after the other."""
+    data = b"".join(
+        [row.sequence.data[row.start * TOKEN_BYTES : row.stop * TOKEN_BYTES] for row in rows]
+    )
     return np.frombuffer(data, TOKEN_DTYPE).astype(np.int64)
+
+
+def _wanted(rows: list[ScheduledRow], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Which queries' logits are wanted: of each row, whose queries end there, the last ones."""
+    counts = np.array([1 if row.decodes else row.num_logits for row in rows], np.int64)
+    firsts = ends - counts
+    return np.arange(counts.sum()) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)

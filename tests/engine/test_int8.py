@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from tiny_model import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from radixkv import native
