@@ -67,9 +67,8 @@ class Children:
             place = candidates.bisect_key_left(first_block)
             candidates = candidates[max(place - 1, 0) : place + 1]
         best, best_common = None, 0
-        size = self._block_bytes
         for node in candidates:
-            common = common_prefix(node.tokens[:size], first_block)
+            common = common_prefix(node.tokens, first_block)
             if common > best_common:
                 best, best_common = node, common
         return best, best_common

@@ -70,7 +70,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
 
 
 def common_prefix(left: bytes | bytearray, right: bytes | bytearray) -> int:
-    """Length in tokens of the common prefix of two short byte strings (up to a block or so)."""
+    """Length in tokens of the common prefix of two byte strings, one of them short (a block)."""
     size = min(len(left), len(right))
     difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if difference == 0:

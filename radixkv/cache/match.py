@@ -15,7 +15,7 @@ class Match:
     Attributes
     ----------
     node : RadixNode or None
-        The deepest node with a matched full block, or where the match began.
+        The deepest node with a matched full block; None if there is none.
     node_blocks : int
         Full blocks matched inside ``node``.
     num_blocks : int
@@ -38,8 +38,8 @@ class Match:
         "source_whole",
     )
 
-    def __init__(self, node: RadixNode | None) -> None:
-        self.node = node
+    def __init__(self) -> None:
+        self.node: RadixNode | None = None
         self.node_blocks = 0
         self.num_blocks = 0
         self.source: RadixNode | None = None
@@ -55,7 +55,7 @@ class Match:
     def blocks(self) -> BlockIds[int]:
         """The matched blocks, from where the match began; int32 (num_blocks,)."""
         node, left = self.node, self.num_blocks
-        if node is None or not left:
+        if node is None:
             return array("i")
         blocks = node.blocks[: self.node_blocks]
         while len(blocks) < left:
@@ -93,7 +93,7 @@ def longest_match(
     block_bytes : int
         Bytes in a block.
     """
-    match = Match(node)
+    match = Match()
     size = len(data)
     while node is not None and offset < size:
         children = node.children

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE, Namespace, TokenIds, token_bytes
 from radixkv.cache.pool import BlockIds
-from radixkv.cache.retention import DEFAULT_RETENTION, Retention
+from radixkv.cache.retention import Retention
 from radixkv.errors import RadixKVError, RequestError, SequenceClosedError
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ class Sequence:
         cache: PrefixCache,
         data: bytes | bytearray,
         table: BlockIds[int],
-        node: RadixNode | None = None,
-        num_tree_blocks: int = 0,
-        namespace: Namespace = (),
-        retention: Retention = DEFAULT_RETENTION,
+        node: RadixNode | None,
+        num_tree_blocks: int,
+        namespace: Namespace,
+        retention: Retention,
     ) -> None:
         self._cache = cache
         self.data = bytearray(data)

@@ -56,7 +56,7 @@ def survey_tree(cache: PrefixCache, limit: int) -> TreeView:
 
 
 def _used_last(leaves: list[RadixNode], limit: int) -> list[RadixNode]:
-    """As many leaves as may be needed, the last used first."""
+    """At most ``limit`` leaves, the last used first; of equals, the first in the list."""
     clocks = np.fromiter(map(_last_used, leaves), np.int64, len(leaves))
     return [leaves[place] for place in np.argsort(-clocks, kind="stable")[:limit].tolist()]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import cached, compute, make_cache, shape
 
-from radixkv.cache import EPHEMERAL, CopyOrder, Retention
+from radixkv.cache import EPHEMERAL, CopyOrder, Removal, Retention
 from radixkv.errors import ConfigError, OutOfBlocksError, RequestError, SequenceClosedError
 
 A, B, C, D = ([letter] * 4 for letter in range(1, 5))
@@ -105,6 +105,25 @@ def test_acquire_copies_the_tokens_before_a_divergence() -> None:
     assert cache.take_copies() == []
 
 
+def test_each_copied_token_is_counted() -> None:
+    cache = make_cache()
+    cached(cache, A + B)
+    cache.acquire([*A, 2, 2, 9])
+    cache.acquire([*A, 2, 2, 2, 9])
+    assert cache.counters.copied_tokens == 2 + 3
+
+
+def test_tokens_shorter_than_a_block_are_not_looked_up_by_hash() -> None:
+    """A hash that collides would find a child of which no full block matches."""
+    cache = make_cache(block_hash=lambda block: 7)
+    cached(cache, A + B)
+    cached(cache, A + C)
+    sequence = cache.acquire([*A, 2, 2])
+    assert (sequence.num_cached, sequence.num_tree_blocks) == (6, 1)
+    assert shape(cache) == [(0, 4), (1, 4), (1, 4)]
+    cache.check()
+
+
 def test_acquire_splits_so_that_the_rest_can_go_first() -> None:
     cache = make_cache(num_blocks=6)
     cached(cache, A + B + C)
@@ -122,7 +141,7 @@ def test_acquire_splits_so_that_the_rest_can_go_first() -> None:
 
 @pytest.mark.parametrize("tokens", [[], np.array([], np.int64)], ids=str)
 def test_a_sequence_needs_a_token(tokens: Any) -> None:
-    with pytest.raises(RequestError, match="at least one token"):
+    with pytest.raises(RequestError, match=r"^a sequence needs at least one token$"):
         make_cache().acquire(tokens)
 
 
@@ -192,6 +211,30 @@ def test_all_that_is_matched_and_held_by_nobody_counts_as_held() -> None:
     cache.check()
 
 
+def test_what_was_matched_is_let_go_if_allocating_fails() -> None:
+    cache = make_cache(num_blocks=2)
+    cached(cache, A)
+    cached(cache, B)
+
+    def stop(_: Removal) -> None:
+        raise KeyboardInterrupt
+
+    cache.watch_removals(stop)
+    with pytest.raises(KeyboardInterrupt):
+        cache.acquire(A + C)
+    cache.check()
+    assert cache.stats().cached_only == 2
+
+
+def test_a_large_pool_evicts_nothing_while_what_is_free_suffices() -> None:
+    cache = make_cache(num_blocks=512)
+    cached(cache, A)
+    cache.allocator.release(cache.allocator.allocate(cache.pool.num_free))
+    assert (cache.counters.blocks_evicted, cache.match(A)) == (0, 4)
+    cache.allocator.release(cache.allocator.allocate(cache.pool.num_free + 1))
+    assert (cache.counters.blocks_evicted, cache.match(A)) == (1, 0)
+
+
 def test_the_block_copied_from_may_be_evicted_for_the_copy() -> None:
     cache = make_cache(num_blocks=1)
     cached(cache, A)
@@ -243,6 +286,19 @@ def test_an_open_end_used_to_its_end_is_refreshed() -> None:
     assert (cache.match([*A, 7, 7]), cache.match(C)) == (6, 0)
 
 
+@pytest.mark.parametrize("asked", [[7, 8], [7, 8, 5]], ids=str)
+def test_an_open_end_set_apart_that_is_used_to_its_end_is_refreshed(asked: list[int]) -> None:
+    cache = make_cache()
+    for end in ([7, 8], [7, 9]):
+        cached(cache, A + end, include_open=True)
+    sequence = cache.acquire(A + asked)
+    used, other = sorted(cache.tree.open_nodes.values(), key=lambda node: bytes(node.tokens))
+    assert (used.hits, other.hits) == (1, 0)
+    assert used.last_used > other.last_used
+    cache.release(sequence)
+    cache.check()
+
+
 def test_splits_are_counted() -> None:
     cache = make_cache(num_blocks=32)
     cached(cache, A + B + C)
@@ -287,6 +343,13 @@ def test_eviction_takes_from_the_tail() -> None:
         assert cache.match(A + B + C + [7]) == left
     assert cache.counters.blocks_evicted == 4
     assert cache.stats().nodes == 0
+
+
+def test_evicted_tokens_are_counted_in_whole_numbers() -> None:
+    cache = make_cache(num_blocks=2)
+    cached(cache, [*A, 7], include_open=True)
+    cache.allocator.release(cache.allocator.allocate(2))
+    assert str(cache.counters.tokens_evicted) == "5"
 
 
 def test_eviction_goes_on_to_the_parent() -> None:
@@ -350,6 +413,24 @@ def test_twins_keep_one_copy() -> None:
     cache.check()
     cache.release(second)
     assert cache.stats().cached_only == 2
+
+
+def test_all_blocks_given_up_for_a_twins_are_counted() -> None:
+    cache = make_cache()
+    twins = [cache.acquire(A + B) for _ in range(3)]
+    for twin in twins:
+        cache.commit(twin)
+    assert cache.counters.blocks_deduplicated == 2 + 2
+
+
+def test_a_twin_takes_no_more_than_it_has_computed() -> None:
+    cache = make_cache()
+    first, second = cache.acquire(A + B), cache.acquire(A + B)
+    cache.commit(first)
+    cache.commit(second, 4)
+    assert (second.num_tree_blocks, second.num_computed) == (1, 4)
+    assert second.table[1] != first.table[1]
+    cache.check()
 
 
 def test_being_shown_by_a_twin_too_is_a_use() -> None:
@@ -732,6 +813,14 @@ def test_prompt_tokens_are_counted_once() -> None:
     cached(cache, A + C + D)
     assert cache.reuse(branch) == 4
     assert counters.hit_tokens == 8 + 8, "of the prompt that was acquired, not of the branch"
+
+
+def test_a_resumed_prompt_that_takes_over_from_the_start_counts_no_hits() -> None:
+    cache = make_cache()
+    again = cache.acquire(A + B, resumed=True)
+    cached(cache, A)
+    assert cache.reuse(again) == 4
+    assert (cache.counters.query_tokens, cache.counters.hit_tokens) == (4, 0)
 
 
 def test_found_output_tokens_are_no_hits() -> None:

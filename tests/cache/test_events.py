@@ -156,6 +156,25 @@ def test_a_removal_says_what_went_and_when_it_was_used() -> None:
     ]
 
 
+def test_a_removal_says_where_the_blocks_stood_and_when_they_were_stored() -> None:
+    went: list[Removal] = []
+    cache = make_cache(num_blocks=4)
+    cache.watch_removals(went.append)
+    cached(cache, A)
+    cached(cache, C)
+    sequence = cache.acquire(A + B + C, retention=EPHEMERAL)
+    cache.commit(sequence)
+    node = sequence.node
+    assert node is not None
+    assert (node.start, len(node.blocks)) == (1, 2)
+    cache.release(sequence)
+    cache.allocator.release(cache.allocator.allocate(1))
+    (removal,) = went
+    assert (removal.tokens, removal.start) == (token_bytes(C), 2)
+    assert removal.created == node.created > 0
+    assert removal.last_used == node.last_used > removal.created
+
+
 def test_a_mirror_kept_from_events_equals_the_tree() -> None:
     for seed in range(30):
         rng = random.Random(seed)

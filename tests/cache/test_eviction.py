@@ -191,6 +191,29 @@ def test_equal_keys_go_by_age() -> None:
     assert queue.victim().serial == 1
 
 
+def test_no_clock_is_read_for_a_hint_that_never_runs_out() -> None:
+    class Told(EvictionPolicy):
+        name = "told"
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def key(self, node: RadixNode, now: float) -> Key:
+            self.times.append(now)
+            return (node.last_used,)
+
+    policy = Told()
+    queue = EvictionQueue(policy, Clock())
+    lasting, passing = leaf(1), leaf(2, Retention(priority=1, expires_at=110.0))
+    queue.put(lasting)
+    assert queue.victim() is lasting
+    assert policy.times == [0.0, 0.0]
+    queue.discard(lasting)
+    queue.put(passing)
+    assert queue.victim() is passing
+    assert policy.times[2:] == [100.0, 100.0]
+
+
 def test_a_priority_runs_out() -> None:
     clock = Clock()
     queue = EvictionQueue(Priority(), clock)

@@ -90,6 +90,8 @@ def test_common_prefixes_are_counted_in_tokens(left: list[int], right: list[int]
 def test_tokens_that_share_bytes_are_still_different() -> None:
     assert common_prefix(token_bytes([1, 0x0102]), token_bytes([1, 0x0202])) == 1
     assert common_prefix(token_bytes([1, 0x010203]), token_bytes([1, 0x020203])) == 1
+    assert common_prefix(token_bytes([1, 2**30]), token_bytes([1, 0])) == 1
+    assert common_prefix(token_bytes([1, -(2**31)]), token_bytes([1, 0])) == 1
 
 
 def test_namespaces_are_never_concatenated() -> None:

@@ -190,6 +190,7 @@ BROKEN: list[tuple[int, str, Callable[[World], object]]] = [
         lambda w: change(w.cache.tree.open_nodes, w.opened.table[0], w.held),
     ),
     (3, "an open block is not in the tree", lambda w: change(w.cache.tree.open_nodes, 23, w.held)),
+    (3, "a node without tokens", lambda w: w.open_node.tokens.__delitem__(slice(2, None))),
     (
         3,
         "a node without tokens",

@@ -14,7 +14,7 @@ STEPS = 60
 LONG = 100
 EXTRA_ROUNDS = 4
 
-# Under mutmut the machine runs once for each of some two thousand changes to the code.
+# Under mutmut the machine runs once for each of some three thousand changes to the code.
 MUTATED = "MUTANT_UNDER_TEST" in os.environ
 UNDER_MUTATION = 25
 

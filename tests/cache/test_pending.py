@@ -311,6 +311,17 @@ def test_withdrawing_what_only_tables_share() -> None:
     cache.check()
 
 
+def test_who_was_withdrawn_before_is_withdrawn_further() -> None:
+    cache = make_cache()
+    bad = compute(cache, [*A, *B, 5])
+    fork = bad.fork()
+    cache.withdraw(bad, 8)
+    assert (bad.num_computed, fork.num_computed) == (8, 8)
+    cache.withdraw(bad, 4)
+    assert (bad.num_computed, fork.num_computed) == (4, 4)
+    cache.check()
+
+
 def test_withdrawing_all_but_nothing_hides_the_open_end() -> None:
     cache = make_cache()
     sequence = compute(cache, [*A, 5, 6], include_open=True)
@@ -543,6 +554,9 @@ def test_what_forks_share_waits_for_one_holder_when_its_pending_twin_is_evicted(
     assert branch.table == third.table == second.table
     assert second.num_tree_blocks == 0
     cache.settle()
+    cache.commit(second, include_open=True)
+    assert shape(cache) == [], "nor its open end, which would stand without what is before it"
+    cache.check()
     for each in (branch, third, other):
         cache.release(each)
     cache.commit(second)

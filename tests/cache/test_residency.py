@@ -63,6 +63,25 @@ def test_a_reuse_gap_is_counted_for_each_block_that_is_found_again() -> None:
     cache.check()
 
 
+def test_a_use_while_the_last_user_still_runs_has_a_gap_too() -> None:
+    cache, watch = watched(8)
+    residency = cache.measure_residency()
+    for _ in range(3):
+        compute(cache, A)
+        watch.now += 4
+    assert (values(residency.reuse_gap), residency.reuse_gap.total) == ({5: 2}, 8)
+
+
+def test_idle_time_is_counted_for_each_block_that_goes() -> None:
+    cache, watch = watched(3)
+    residency = cache.measure_residency()
+    cached(cache, A + B + C)
+    watch.now += 20
+    cache.release(cache.acquire([*D, 4]))
+    assert (values(residency.idle), residency.idle.total) == ({30: 2}, 40)
+    assert values(residency.lifetime) == {30: 2}
+
+
 def test_lifetime_and_idle_time_of_what_is_evicted() -> None:
     cache, watch = watched(3)
     residency = cache.measure_residency()
@@ -88,6 +107,7 @@ def test_lifetime_and_idle_time_of_what_is_evicted() -> None:
 def test_of_what_was_cached_before_nothing_is_known() -> None:
     cache = make_cache(num_blocks=2)
     cached(cache, A + B)
+    assert [node.used_at for node in cache.tree.nodes()] == [0]
     residency = cache.measure_residency()
     assert residency is cache.measure_residency()
     cache.release(cache.acquire(A))

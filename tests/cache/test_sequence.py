@@ -31,8 +31,8 @@ def test_what_can_be_read() -> None:
     sequence.block_table[0] = 99
     assert sequence.tokens[0] == 3
     assert sequence.table[0] == 0
-    assert sequence.cacheable
-    assert not sequence.closed
+    assert sequence.cacheable is True
+    assert sequence.withdrawn is sequence.closed is False
 
 
 def test_slots_follow_the_table() -> None:
@@ -309,9 +309,11 @@ def test_resuming_counts_once_and_refuses_other_tokens() -> None:
     assert sequence.num_counted == 9
     counters = cache.counters
     assert (counters.queries, counters.query_tokens, counters.hit_tokens) == (2, 15, 6)
+    assert counters.held_tokens == 6
     cache.commit(sequence)
     sequence.resume(range(11))
     assert (counters.queries, counters.query_tokens, counters.hit_tokens) == (3, 26, 16)
+    assert counters.held_tokens == 6 + 10
     cache.release(sequence)
     cache.check()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from helpers import compute, make_cache
+import numpy as np
+from helpers import cached, compute, make_cache
 
 from radixkv.cache import PrefixCache
 from radixkv.cache.render import count_holders
@@ -31,7 +32,8 @@ def test_what_is_held_is_shown_before_what_was_used_later() -> None:
     cache.release(compute(cache, D))
     view = survey_tree(cache, 3)
     assert [bytes(node.tokens[:1]) for node in view.nodes] == [b"\1", b"\2", b"\3"]
-    assert [view.holders[node.serial] for node in view.nodes] == [3, 2, 1]
+    serials = [node.serial for node in view.nodes]
+    assert view.holders == dict(zip(serials, [3, 2, 1], strict=True))
     assert tail_of(held[0], 2) == bytes([2, 0, 0, 0] * 2)
     for sequence in held:
         cache.release(sequence)
@@ -49,11 +51,54 @@ def test_a_path_is_shown_whole_or_not_at_all() -> None:
         cache.release(sequence)
 
 
+def test_an_open_block_that_nobody_holds_is_no_better_than_others() -> None:
+    cache = make_cache(num_blocks=32)
+    cached(cache, [9], include_open=True)
+    cached(cache, A)
+    view = survey_tree(cache, 1)
+    assert [bytes(node.tokens[:1]) for node in view.nodes] == [b"\1"]
+    held = compute(cache, [9], include_open=True)
+    view = survey_tree(cache, 1)
+    assert [bytes(node.tokens[:1]) for node in view.nodes] == [b"\x09"]
+    assert view.holders == {view.nodes[0].serial: 1}
+    cache.release(held)
+    assert survey_tree(cache, 2).holders == {}
+
+
+def test_no_more_leaves_are_looked_at_than_may_be_shown() -> None:
+    """Else a tree of many deep leaves would be walked through for one shallow one."""
+    cache = make_cache(num_blocks=32)
+    cached(cache, [8] * 4)
+    for end in (B, C):
+        cached(cache, A + B + end)
+        cached(cache, A + C + end)
+    cached(cache, D)
+    view = survey_tree(cache, 3)
+    assert [bytes(node.tokens[:1]) for node in view.nodes] == [b"\4"]
+    view = survey_tree(cache, 4)
+    assert [bytes(node.tokens[:1]) for node in view.nodes] == [b"\4", b"\1", b"\3", b"\3"]
+
+
+def test_of_leaves_that_were_used_at_once_the_older_are_shown() -> None:
+    cache = make_cache(num_blocks=64)
+    sequence = compute(cache, A)
+    for number in range(40):
+        sequence.truncate(4)
+        sequence.extend([number] * 4)
+        cache.commit(sequence)
+    sequence.truncate(4)
+    assert len({node.last_used for node in cache.tree.queue.leaves()}) == 1
+    cached(cache, [99] * 4)
+    shown = survey_tree(cache, 32).nodes
+    assert [node.tokens[0] for node in shown] == [1, 99, *range(30)]
+    cache.release(sequence)
+
+
 def test_an_empty_cache_has_nothing_to_show() -> None:
     cache = make_cache(num_blocks=4)
     assert survey_tree(cache, 10) == ([], {}, {})
     pool = survey_pool(cache)
-    assert pool.tables.tolist() == [0] * 4
+    assert (pool.tables.tolist(), pool.tables.dtype) == ([0] * 4, np.int64)
     assert not pool.cached.any()
 
 
