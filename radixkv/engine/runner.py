@@ -101,5 +101,6 @@ def _tokens(rows: list[ScheduledRow]) -> npt.NDArray[np.int64]:
 def _wanted(rows: list[ScheduledRow], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Which queries' logits are wanted: of each row, whose queries end there, the last ones."""
     counts = np.array([1 if row.decodes else row.num_logits for row in rows], np.int64)
-    firsts = ends - counts
-    return np.arange(counts.sum()) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+    places = np.arange(counts.sum(), dtype=np.int64)
+    places += np.repeat(ends - np.cumsum(counts), counts)
+    return places
