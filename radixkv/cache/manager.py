@@ -186,7 +186,8 @@ class PrefixCache:
         Raises
         ------
         OutOfBlocksError
-            Only if there are such blocks and none to give. Nothing has changed then.
+            Only if there are such blocks and none to give. What is computed is visible all the
+            same, and blocks that the tree has already were given back for its own.
         """
         sequence.check_usable()
         self.commit(sequence, sequence.num_computed)

@@ -9,7 +9,7 @@ from helpers import cached, compute, make_cache, shape
 from store import FakeStore, write_of
 
 from radixkv.cache import CopyOrder, PrefixCache, Sequence
-from radixkv.errors import RadixKVError, RequestError
+from radixkv.errors import OutOfBlocksError, RadixKVError, RequestError
 
 A, B, C, D = ([letter] * 4 for letter in range(1, 5))
 
@@ -564,3 +564,21 @@ def test_what_forks_share_waits_for_one_holder_when_its_pending_twin_is_evicted(
     cache.release(second)
     cache.check()
     assert cache.match(A) == 4
+
+
+def test_a_refused_fork_has_shown_what_was_computed() -> None:
+    """Found by the state machine: its twin's blocks are the tree's, so its own were given back."""
+    cache = make_cache(num_blocks=6)
+    first, second = cache.acquire(A), cache.acquire(A)
+    for each in (first, second):
+        cache.commit(each, pending=True)
+    cache.settle()
+    second.extend(B + C + D + B)
+    assert cache.pool.num_free == 0
+    with pytest.raises(OutOfBlocksError) as refused:
+        second.fork()
+    assert (refused.value.needed, refused.value.free, refused.value.evictable) == (4, 1, 0)
+    assert len(cache.sequences) == 2
+    assert second.table[0] == first.table[0]
+    assert cache.counters.blocks_deduplicated == 1
+    cache.check()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -45,7 +46,14 @@ class Page:
         return self.chrome.execute_script(code, *arguments)
 
     def until(self, good: Callable[[], Any]) -> Any:
-        return WebDriverWait(self.chrome, 20, 0.05).until(lambda _: good())
+        """Wait; what was drawn anew while it was looked at is looked at again."""
+        redrawn = [StaleElementReferenceException]
+        wait = WebDriverWait(self.chrome, 20, 0.05, ignored_exceptions=redrawn)
+        return wait.until(lambda _: good())
+
+    def click_drawn(self, selector: str) -> None:
+        """Click on what may be drawn anew between being found and clicked."""
+        self.until(lambda: self.one(selector).click() or True)
 
     def press(self, *keys: str) -> None:
         ActionChains(self.chrome).send_keys(*keys).perform()
@@ -188,7 +196,7 @@ def test_pointing_at_a_node_shows_its_tokens(serve: Serve, page: Page) -> None:
     ActionChains(page.chrome).move_to_element(page.one("#tree .node .bar")).perform()
     page.until(lambda: text in page.js("return document.querySelector('#tip').textContent"))
     assert "held by" in page.one("#tip").text
-    page.one("#tree .node .bar").click()
+    page.click_drawn("#tree .node .bar")
     page.until(lambda: page.js("return document.querySelector('#detail-tokens').textContent"))
     spans = page.all("#detail-tokens span")
     assert len(spans) == len(text)
@@ -317,7 +325,7 @@ def test_axe_finds_no_serious_fault(serve: Serve, page: Page, axe: str, theme: s
     try:
         page.open(url)
         page.until(lambda: page.names("holder") and page.all("#removed li"))
-        page.one("#tree .node .bar").click()
+        page.click_drawn("#tree .node .bar")
         while page.one("#theme-name").text != theme:
             page.one("#theme").click()
         scheme = "return getComputedStyle(document.documentElement).colorScheme"
