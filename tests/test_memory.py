@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,12 @@ import pytest
 
 from radixkv import memory
 from radixkv.errors import ConfigError
-from radixkv.memory import num_blocks_for, parse_memory, return_freed_memory
+from radixkv.memory import (
+    num_blocks_for,
+    parse_memory,
+    prefer_large_pages,
+    return_freed_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +111,40 @@ def test_freed_memory_is_returned_where_the_library_can(monkeypatch: pytest.Monk
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("it has none"))
     return_freed_memory()
     assert trimmed == [0]
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this kernel has no large pages")
+def test_whole_pages_of_a_piece_are_asked_to_be_large() -> None:
+    with mmap.mmap(-1, 8 << 20) as room:
+        piece = ctypes.c_char.from_buffer(room)
+        address = ctypes.addressof(piece)
+        prefer_large_pages(address + 1, 3)  # No whole page lies in it.
+        assert "hg" not in flags_of(address)
+        prefer_large_pages(address + 64, (4 << 20) + mmap.PAGESIZE)
+        assert "hg" not in flags_of(address)
+        assert "hg" in flags_of(address + mmap.PAGESIZE)
+        assert "hg" in flags_of(address + (4 << 20))
+        assert "hg" not in flags_of(address + (4 << 20) + mmap.PAGESIZE)
+        del piece
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *others = line.split()
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return others
+    raise AssertionError("no mapping holds the address")
+
+
+def test_without_large_pages_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("there is nothing to ask for"))
+    prefer_large_pages(0, 8 << 20)

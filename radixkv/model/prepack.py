@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from radixkv import native
-from radixkv.memory import available_memory, return_freed_memory
+from radixkv.memory import available_memory, prefer_large_pages, return_freed_memory
 from radixkv.model.layers import Model
 from radixkv.model.loading import is_native
 
@@ -98,9 +98,10 @@ class PackedLinear(ReplacedLinear):
             )
         return output
 
-    def tile(self) -> None:
-        """Keep the weight in tiles too."""
-        self.tiles = tiled(self.weight)
+    def tile(self, room: torch.Tensor) -> None:
+        """Keep the weight in tiles too, in ``room``; bfloat16 (outputs * inputs,)."""
+        self.tiles = room.view(self.out_features // 16, self.in_features // 32, 16, 32)
+        self.tiles.copy_(tiled(self.weight))
 
 
 def tiled(weight: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,10 @@ def _tile(linears: list[PackedLinear]) -> None:
         for linear in linears
         if not (linear.in_features % TILE_MULTIPLE or linear.out_features % TILE_MULTIPLE)
     ]
-    num_bytes = sum(2 * linear.in_features * linear.out_features for linear in fit)
-    if native.has_attention() and num_bytes <= TILES_SHARE * available_memory():
-        for linear in fit:
-            linear.tile()
+    sizes = [linear.in_features * linear.out_features for linear in fit]
+    if fit and native.has_attention() and 2 * sum(sizes) <= TILES_SHARE * available_memory():
+        # All in one piece, of which a step reads every byte.
+        room = torch.empty(sum(sizes), dtype=torch.bfloat16)
+        prefer_large_pages(room.data_ptr(), 2 * sum(sizes))
+        for linear, part in zip(fit, room.split(sizes), strict=True):
+            linear.tile(part)
