@@ -14,7 +14,6 @@ namespace radixkv {
 
 constexpr int64_t SQUARE = TILE * TILE;      // values of a tile of float32
 constexpr int64_t DOUBLE = TILE * PAIR;      // values of a tile of bfloat16
-constexpr int TOGETHER = 4;                  // tiles of results that are computed at once
 constexpr int64_t LINE = PAIR * sizeof(bf16);
 
 // Sixteen rows side by side: tiles of (dimension pairs, rows).
@@ -58,67 +57,50 @@ struct Keys {
   int64_t bytes;  // from a key to the next
 };
 
-// scores = keys x R tiles of rows, for count keys rounded up to what is computed at once.
-template <int R>
-inline void score(
-    const Keys& keys, const bf16* query, int64_t count, int64_t dim, float (*scores)[CHUNK * TILE]) {
-  constexpr int64_t K = TOGETHER / R;  // tiles of keys
-  for (int64_t tile = 0; tile * TILE < count; tile += K) {
+// scores = keys x a tile of rows, for count keys rounded up to four tiles.
+inline void score(const Keys& keys, const bf16* query, int64_t count, int64_t dim, float* scores) {
+  for (int64_t key = 0; key < count; key += 4 * TILE, scores += 4 * SQUARE) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const bf16* const* from = keys.tiles + tile;
+    const bf16* const* from = keys.tiles + key / TILE;
     for (int64_t d = 0; d < dim; d += PAIR) {
-      const bf16* rows = query + d * TILE;
-      _tile_loadd(6, rows, LINE);
+      _tile_loadd(6, query + d * TILE, LINE);
       _tile_loadd(4, from[0] + d, keys.bytes);
       _tile_loadd(5, from[1] + d, keys.bytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 5, 6);
-      if constexpr (R == 2) {
-        _tile_loadd(7, rows + dim * TILE, LINE);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      } else {
-        _tile_loadd(4, from[2] + d, keys.bytes);
-        _tile_loadd(5, from[3] + d, keys.bytes);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_dpbf16ps(3, 5, 6);
-      }
+      _tile_loadd(4, from[2] + d, keys.bytes);
+      _tile_loadd(5, from[3] + d, keys.bytes);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(3, 5, 6);
     }
-    float* to = scores[0] + tile * SQUARE;
-    float* more = R == 2 ? scores[1] + tile * SQUARE : to + 2 * SQUARE;
-    _tile_stored(0, to, LINE);
-    _tile_stored(1, to + SQUARE, LINE);
-    _tile_stored(2, more, LINE);
-    _tile_stored(3, more + SQUARE, LINE);
+    _tile_stored(0, scores, LINE);
+    _tile_stored(1, scores + SQUARE, LINE);
+    _tile_stored(2, scores + 2 * SQUARE, LINE);
+    _tile_stored(3, scores + 3 * SQUARE, LINE);
   }
 }
 
-// out += values x weights, for D tiles of dimensions and R of rows.
-template <int D, int R>
+// out += values x weights, for two or four tiles of dimensions.
+template <int TILES>
 inline void accumulate_tiles(
     const bf16* values, const bf16* weights, int64_t count, int64_t dim, float* out) {
-  float* more = out + (R == 2 ? dim * TILE : 2 * SQUARE);
   _tile_loadd(0, out, LINE);
   _tile_loadd(1, out + SQUARE, LINE);
-  if constexpr (D * R == 4) {
-    _tile_loadd(2, more, LINE);
-    _tile_loadd(3, more + SQUARE, LINE);
+  if constexpr (TILES == 4) {
+    _tile_loadd(2, out + 2 * SQUARE, LINE);
+    _tile_loadd(3, out + 3 * SQUARE, LINE);
   }
   for (int64_t key = 0; key < count; key += PAIR) {
-    const bf16 *tile = values + key * dim, *rows = weights + key * TILE;
-    _tile_loadd(6, rows, LINE);
+    const bf16* tile = values + key * dim;
+    _tile_loadd(6, weights + key * TILE, LINE);
     _tile_loadd(4, tile, LINE);
     _tile_loadd(5, tile + DOUBLE, LINE);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 5, 6);
-    if constexpr (R == 2) {
-      _tile_loadd(7, rows + CHUNK * TILE, LINE);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
-    } else if constexpr (D == 4) {
+    if constexpr (TILES == 4) {
       _tile_loadd(4, tile + 2 * DOUBLE, LINE);
       _tile_loadd(5, tile + 3 * DOUBLE, LINE);
       _tile_dpbf16ps(2, 4, 6);
@@ -127,22 +109,19 @@ inline void accumulate_tiles(
   }
   _tile_stored(0, out, LINE);
   _tile_stored(1, out + SQUARE, LINE);
-  if constexpr (D * R == 4) {
-    _tile_stored(2, more, LINE);
-    _tile_stored(3, more + SQUARE, LINE);
+  if constexpr (TILES == 4) {
+    _tile_stored(2, out + 2 * SQUARE, LINE);
+    _tile_stored(3, out + 3 * SQUARE, LINE);
   }
 }
 
-// out += values x weights; (dim, 16) for each of R tiles of rows.
-template <int R>
+// out += values x weights; (dim, 16).
 inline void accumulate(
-    const bf16* values, const bf16 (*weights)[CHUNK * TILE], int64_t count, int64_t dim, float* out) {
+    const bf16* values, const bf16* weights, int64_t count, int64_t dim, float* out) {
   int64_t d = 0;
-  if constexpr (R == 1)
-    for (; d + 2 * PAIR <= dim; d += 2 * PAIR)
-      accumulate_tiles<4, 1>(values + d * PAIR, weights[0], count, dim, out + d * TILE);
-  for (; d < dim; d += PAIR)
-    accumulate_tiles<2, R>(values + d * PAIR, weights[0], count, dim, out + d * TILE);
+  for (; d + 2 * PAIR <= dim; d += 2 * PAIR)
+    accumulate_tiles<4>(values + d * PAIR, weights, count, dim, out + d * TILE);
+  if (d < dim) accumulate_tiles<2>(values + d * PAIR, weights, count, dim, out + d * TILE);
 }
 
 inline __m512 maxima(const float* scores, int64_t used) {

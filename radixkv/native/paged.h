@@ -21,8 +21,8 @@ struct Scratch {
   alignas(64) bf16 query[MAX_ROWS * MAX_DIM];   // tiles of (dimension pairs, rows)
   alignas(64) bf16 keys[CHUNK * MAX_DIM];       // one head's, where blocks hold no whole tiles
   alignas(64) bf16 values[CHUNK * MAX_DIM];     // for every PAIR keys: tiles of (dimensions, keys)
-  alignas(64) float scores[2][CHUNK * TILE];    // (keys, rows)
-  alignas(64) bf16 weights[2][CHUNK * TILE];    // tiles of (key pairs, rows)
+  alignas(64) float scores[CHUNK * TILE];       // (keys, rows)
+  alignas(64) bf16 weights[CHUNK * TILE];       // tiles of (key pairs, rows)
   alignas(64) float out[MAX_ROWS * MAX_DIM];    // for every tile of rows: (dimensions, rows)
   alignas(64) float tops[MAX_ROWS], totals[MAX_ROWS];
   alignas(64) int32_t begins[MAX_ROWS], ends[MAX_ROWS];  // the keys that each row of a head sees
@@ -194,40 +194,21 @@ inline void values_of(const Inputs& in, int64_t head, const Rows& rows, Scratch&
   pack_values(own, all, in.value_dim, s.values);
 }
 
-// Attend from R tiles of a head's rows to one chunk. `place` is the first of them in the buffers.
-template <int R>
-inline void attend_rows(
+// Attend from a tile of a head's rows to one chunk. `place` is the first of them in the buffers.
+inline void attend_tile(
     const Inputs& in, const Keys& keys, int64_t start, int64_t count, int64_t row, int64_t place,
-    Ahead& ahead, Scratch& s) {
-  __m512i begins = _mm512_loadu_si512(s.begins + row), ends = _mm512_loadu_si512(s.ends + row);
-  if constexpr (R == 2) {
-    begins = _mm512_min_epi32(begins, _mm512_loadu_si512(s.begins + row + TILE));
-    ends = _mm512_max_epi32(ends, _mm512_loadu_si512(s.ends + row + TILE));
-  }
-  const int64_t reach = std::min<int64_t>(count, _mm512_reduce_max_epi32(ends) - start);
-  if (reach <= 0 || _mm512_reduce_min_epi32(begins) >= start + count) return;
+    Scratch& s) {
+  const int32_t *begins = s.begins + row, *ends = s.ends + row;
+  const int64_t last = _mm512_reduce_max_epi32(_mm512_loadu_si512(ends)) - start;
+  const int64_t reach = std::min(count, last);
+  if (reach <= 0 || _mm512_reduce_min_epi32(_mm512_loadu_si512(begins)) >= start + count) return;
   const int64_t used = (reach + PAIR - 1) / PAIR * PAIR;
-  score<R>(keys, s.query + place * in.key_dim, reach, in.key_dim, s.scores);
-  ahead.step();
-  for (int64_t tile = 0; tile < R; ++tile) {
-    const int64_t at = place + tile * TILE, behind = row + tile * TILE;
-    hide(s.begins + behind, s.ends + behind, start, used, s.scores[tile]);
-    soften(
-        s.scores[tile], used, in.scale, s.tops + at, s.totals + at, s.weights[tile],
-        s.out + at * in.value_dim, in.value_dim);
-    ahead.step();
-  }
-  accumulate<R>(s.values, s.weights, used, in.value_dim, s.out + place * in.value_dim);
-}
-
-inline void attend(
-    const Inputs& in, const Task& task, const Keys& keys, int64_t start, int64_t count,
-    int64_t place, Ahead& ahead, Scratch& s) {
-  const int64_t rows = padded(task.tokens * in.groups);
-  int64_t row = 0;
-  for (; row + TILE < rows; row += 2 * TILE)
-    attend_rows<2>(in, keys, start, count, row, place + row, ahead, s);
-  if (row < rows) attend_rows<1>(in, keys, start, count, row, place + row, ahead, s);
+  score(keys, s.query + place * in.key_dim, reach, in.key_dim, s.scores);
+  hide(begins, ends, start, used, s.scores);
+  float* out = s.out + place * in.value_dim;
+  soften(
+      s.scores, used, in.scale, s.tops + place, s.totals + place, s.weights, out, in.value_dim);
+  accumulate(s.values, s.weights, used, in.value_dim, out);
 }
 
 // A task's result, turned back: for each head and row its dimensions.
@@ -262,7 +243,6 @@ inline void run(
   std::fill_n(s.out, heads * rows * in.value_dim, 0.f);
   std::fill_n(s.tops, heads * rows, NONE);
   std::fill_n(s.totals, heads * rows, 0.f);
-  const int64_t steps = heads * (rows / TILE + (rows / TILE + 1) / 2);
   for (int current = 0; start < task.end_key; start += CHUNK, current ^= 1) {
     const Rows& now = s.rows[current];
     Rows& next = s.rows[current ^ 1];
@@ -270,11 +250,14 @@ inline void run(
     next.count = 0;
     if (then != nullptr)
       find_rows(in, *then, then == &task ? start + CHUNK : then->first_key / TILE * TILE, next);
-    Ahead ahead(in, then != nullptr ? *then : task, next, steps);
+    Ahead ahead(in, then != nullptr ? *then : task, next, heads * rows / TILE);
     for (int64_t head = 0; head < heads; ++head) {
       const Keys keys = keys_of(in, task, head, start, now, s);
       values_of(in, head, now, s);
-      attend(in, task, keys, start, now.count, head * rows, ahead, s);
+      for (int64_t row = 0; row < rows; row += TILE) {
+        attend_tile(in, keys, start, now.count, row, head * rows + row, s);
+        ahead.step();
+      }
     }
     ahead.finish();
   }

@@ -16,7 +16,9 @@
 
 namespace radixkv {
 
-constexpr int CHUNK = 256;        // keys between two updates of the result; a multiple of 64
+// Keys between two updates of the result; a multiple of 64. So few that scores, weights and what
+// they are made from stay in the first cache.
+constexpr int CHUNK = 64;
 constexpr int HEAD_ROWS = 256;    // query rows of one KV head in a task
 constexpr int MAX_ROWS = 1024;    // query rows of a task, over its KV heads
 constexpr int MAX_DIM = 256;
