@@ -107,6 +107,10 @@ class Visibility:
         block, pending = sequence.table[-1], self._allocator.pending
         if block in self._tree.open_nodes or len(sequence.table) == sequence.num_tree_blocks:
             return
+        if block in self._allocator.late and sequence.promised_from is None:
+            # All of it is still to be copied, and its holder may give it up: then the step could
+            # fail with nobody left to take it back. It can be shown once the step has run.
+            return
         end = sequence.node or self._tree.root(sequence.namespace)
         tokens = sequence.data[sequence.num_tree_blocks * self._tree.block_bytes :]
         kept = self._tree.attach_open(end, tokens, block, sequence.retention)

@@ -582,3 +582,38 @@ def test_a_refused_fork_has_shown_what_was_computed() -> None:
     assert second.table[0] == first.table[0]
     assert cache.counters.blocks_deduplicated == 1
     cache.check()
+
+
+@pytest.mark.parametrize("leave", ["truncate", "release"])
+def test_a_copy_still_to_be_made_is_shown_by_nobody_who_can_leave_it(leave: str) -> None:
+    """Found by the state machine: the step failed, and what it was to copy stayed visible."""
+    cache = make_cache()
+    writer = promise(cache, [1], include_open=True)
+    reader = cache.acquire([1])
+    assert cache.take_copies() == [CopyOrder(writer.table[0], reader.table[0], True, 1)]
+    longer = promise(cache, [1, 2], include_open=True)  # Its end stands in place of the writer's.
+    cache.release(longer)
+    assert cache.match([1]) == 0
+    cache.commit(reader, include_open=True, pending=True)
+    if leave == "truncate":
+        reader.truncate(0)
+    else:
+        cache.release(reader)
+    cache.check()
+    cache.abort()
+    cache.check()
+    assert cache.match([1]) == 0
+    assert writer.withdrawn
+
+
+def test_a_copied_end_is_shown_once_it_is_there() -> None:
+    cache = make_cache()
+    writer = promise(cache, [1], include_open=True)
+    reader = cache.acquire([1])
+    cache.release(promise(cache, [1, 2], include_open=True))
+    cache.settle()
+    cache.release(writer)
+    cache.commit(reader, include_open=True)
+    cache.release(reader)
+    cache.check()
+    assert cache.match([1]) == 1
