@@ -50,7 +50,7 @@ from radixkv.attention.native_backend import work_items
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import TextStream
-from radixkv.decoding.detokenizer import Detokenizer
+from radixkv.decoding.byte_level import ByteLevelDetokenizer
 from radixkv.engine import Engine, EngineCounters, ModelRunner
 from radixkv.model.loading import load_tokenizer
 
@@ -167,7 +167,7 @@ PHASES: dict[str, tuple[Any, str, str]] = {
     "read logits": (sampler_module, "argmax", "sample"),
     "push": (Engine, "_push", "commit, collect"),
     "stop checks": (TextStream, "push", "push"),
-    "detokenize": (Detokenizer, "push", "stop checks"),
+    "detokenize": (ByteLevelDetokenizer, "push", "stop checks"),
 }
 
 

@@ -46,6 +46,8 @@ class Peer:
     check: str
 
 
+NO_IMAGES = "-DLLAVA_BUILD=OFF"
+
 # What brings a torch of its own if it is let.
 TORCHED = ("compressed-tensors", "xgrammar>=0.2,<0.3", "transformers==5.24.0")
 
@@ -64,7 +66,8 @@ ALL = {
         ),
         Peer(
             "llama",
-            (("install", "llama-cpp-python==0.3.36"),),
+            # Its parts for images are not wanted, and take most of an hour to compile.
+            (("install", "llama-cpp-python==0.3.36", "--config-settings=cmake.args=" + NO_IMAGES),),
             ("llama-cpp-python",),
             "import llama_cpp; llama_cpp.llama_backend_init()",
         ),

@@ -16,7 +16,8 @@
     filters       temperature, top_k, top_p and min_p, as transformers defines them
     rng, draw     one counter-based uniform number a row, and the token it picks
     logprobs      what is reported beside a token
-    detokenizer   Detokenizer: tokens to text, one token at a time
+    detokenizer   Detokenizer: tokens to text, one token at a time, by decoding a window of them
+    byte_level    ByteLevelDetokenizer: the same by look-ups; detokenizer_for: whichever fits
     stopping      TextStream: text that may be shown, and when a continuation ends
 
 Nothing here knows of blocks, caches or models.
@@ -24,6 +25,7 @@ Nothing here knows of blocks, caches or models.
 
 from radixkv.decoding.beam import Beam, BeamSearch, Candidates, Hypothesis, propose
 from radixkv.decoding.beam_params import BeamSearchParams
+from radixkv.decoding.byte_level import ByteLevelDetokenizer, detokenizer_for
 from radixkv.decoding.compiler import GrammarCompiler, GrammarLimits
 from radixkv.decoding.constraint import Constraint
 from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
@@ -39,6 +41,7 @@ __all__ = [
     "Beam",
     "BeamSearch",
     "BeamSearchParams",
+    "ByteLevelDetokenizer",
     "Candidates",
     "Constraint",
     "Detokenizer",
@@ -56,6 +59,7 @@ __all__ = [
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "detokenizer_for",
     "logit_edits",
     "propose",
     "resolve_seed",

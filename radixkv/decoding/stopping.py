@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from radixkv.decoding.detokenizer import Detokenizer, Tokenizer
+from radixkv.decoding.byte_level import detokenizer_for
+from radixkv.decoding.detokenizer import Tokenizer
 from radixkv.decoding.edits import LogitEdits
 from radixkv.decoding.grammar import Grammar
 from radixkv.decoding.params import SamplingParams
@@ -113,7 +114,7 @@ class TextStream:
         self._detokenizer = (
             None
             if tokenizer is None
-            else Detokenizer(tokenizer, context, skip_special_tokens=params.skip_special_tokens)
+            else detokenizer_for(tokenizer, context, skip_special_tokens=params.skip_special_tokens)
         )
 
     @property
@@ -158,6 +159,10 @@ class TextStream:
             return self._advance(text + self._flush(), "stop")
         if len(self.token_ids) >= self.params.max_tokens:
             return self._advance(text + self._flush(), "length")
+        if not self._stops:  # Nothing is held back, and nothing in the text can end it.
+            if text:
+                self._pieces.append(text)
+            return TextDelta(text)
         return self._advance(text)
 
     def finish(self) -> TextDelta:

@@ -221,9 +221,11 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenDelta:
     """What one step added to one branch: for streaming.
+
+    Not frozen: one is made for each token, and that would take three times as long.
 
     Attributes
     ----------

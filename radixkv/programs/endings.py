@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from radixkv.decoding import Detokenizer, TextStream, Tokenizer
+from radixkv.decoding import TextStream, Tokenizer, detokenizer_for
 
 
 class Ending(NamedTuple):
@@ -49,16 +49,16 @@ def ending_of(stream: TextStream, tokenizer: Tokenizer | None, context: Sequence
 def _within(stream: TextStream, tokenizer: Tokenizer, context: Sequence[int]) -> Ending:
     """The most tokens whose text the whole text begins with."""
     text, known = stream.text, ""
-    detokenizer = Detokenizer(
+    decoder = detokenizer_for(
         tokenizer, context, skip_special_tokens=stream.params.skip_special_tokens
     )
-    before = [(known, detokenizer.copy())]
+    before = [(known, decoder.copy())]
     for token in stream.token_ids:
-        known += detokenizer.push(token)
-        before.append((known, detokenizer.copy()))
+        known += decoder.push(token)
+        before.append((known, decoder.copy()))
     for kept in range(len(before) - 1, 0, -1):
-        known, detokenizer = before[kept]
-        known += detokenizer.finish()
+        known, decoder = before[kept]
+        known += decoder.finish()
         if text.startswith(known):
             return Ending(kept, text[len(known) :])
     return Ending(0, text)

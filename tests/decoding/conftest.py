@@ -51,6 +51,13 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
+def by_bytes(byte_level: PreTrainedTokenizerFast) -> Tokenizer:
+    """The fast tokenizer inside, as the engine takes it where transformers would only call it."""
+    inner: Tokenizer = byte_level.backend_tokenizer
+    return inner
+
+
+@pytest.fixture(scope="session")
 def metaspace() -> PreTrainedTokenizerFast:
     """SentencePiece-like: words begin with ▁, and a leading space is not decoded."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))

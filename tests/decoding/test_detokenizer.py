@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from radixkv.decoding import Detokenizer
+from radixkv.decoding import ByteLevelDetokenizer, Detokenizer, detokenizer_for
 
 LETTERS = st.one_of(
     st.sampled_from("abc het  .,\n"),
@@ -20,12 +20,20 @@ LETTERS = st.one_of(
     st.characters(codec="utf-8"),
 )
 TEXT = st.text(LETTERS, max_size=40)
-KINDS = ["byte_level", "metaspace", "byte_fallback"]
+BYTE_LEVEL = ["byte_level", "by_bytes"]
+KINDS = [*BYTE_LEVEL, "metaspace", "byte_fallback"]
+
+
+@pytest.fixture(params=BYTE_LEVEL, scope="module")
+def any_bytes(request: pytest.FixtureRequest) -> Any:
+    """The byte-level tokenizer as transformers has it, then the fast one inside."""
+    return request.getfixturevalue(request.param)
 
 
 def stream(tokenizer: Any, context: Sequence[int], out: Sequence[int], **options: bool) -> str:
-    detokenizer = Detokenizer(tokenizer, context, **options)
-    return "".join([*map(detokenizer.push, out), detokenizer.finish()])
+    decoder = detokenizer_for(tokenizer, context, **options)
+    assert isinstance(decoder, ByteLevelDetokenizer) == isinstance(tokenizer, tokenizers.Tokenizer)
+    return "".join([*map(decoder.push, out), decoder.finish()])
 
 
 def whole(tokenizer: Any, ids: Sequence[int], skip: bool = True) -> str:
@@ -33,7 +41,8 @@ def whole(tokenizer: Any, ids: Sequence[int], skip: bool = True) -> str:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    found = tokenizer.encode(text, add_special_tokens=False)
+    return list(getattr(found, "ids", found))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +58,7 @@ def test_deltas_join_to_the_decoding_behind_the_prompt(
     assert stream(tokenizer, context, out) == after[len(before) :]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("kind", ["byte_level", "by_bytes", "metaspace"])
 @pytest.mark.parametrize("skip", [True, False])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
@@ -58,7 +67,7 @@ def test_any_tokens_whatever_bytes_they_hold(
 ) -> None:
     tokenizer = request.getfixturevalue(kind)
     # Beyond the tokenizer's vocabulary too: models pad theirs.
-    ids = st.integers(0, len(tokenizer) + 2)
+    ids = st.integers(0, len(tokenizer.get_vocab()) + 2)
     high = st.integers(3, 200)
     prompt = encode(tokenizer, data.draw(TEXT))
     out = data.draw(st.one_of(st.lists(ids, max_size=60), st.lists(high, max_size=120)))
@@ -73,9 +82,9 @@ def test_any_tokens_whatever_bytes_they_hold(
         st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0x41, 0xEF, 0xBF, 0x20])
     )
 )
-def test_any_bytes(data: list[int], byte_level: Any, byte_id: Callable[[int], int]) -> None:
+def test_any_bytes(data: list[int], any_bytes: Any, byte_id: Callable[[int], int]) -> None:
     out = [byte_id(byte) for byte in data]
-    assert stream(byte_level, (), out) == bytes(data).decode(errors="replace")
+    assert stream(any_bytes, (), out) == bytes(data).decode(errors="replace")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +94,7 @@ def test_text_comes_as_soon_as_its_character_is_whole_and_never_before(
     kind: str, text: str, request: pytest.FixtureRequest
 ) -> None:
     tokenizer = request.getfixturevalue(kind)
-    detokenizer, shown = Detokenizer(tokenizer), ""
+    detokenizer, shown = detokenizer_for(tokenizer), ""
     out = encode(tokenizer, text)
     for i, token in enumerate(out):
         delta = detokenizer.push(token)
@@ -94,7 +103,7 @@ def test_text_comes_as_soon_as_its_character_is_whole_and_never_before(
         assert "\ufffd" not in delta
         if "\ufffd" not in so_far:
             assert shown == so_far
-        if kind == "byte_level":
+        if kind in BYTE_LEVEL:
             assert shown == so_far.rstrip("\ufffd")
 
 
@@ -102,15 +111,15 @@ def test_text_comes_as_soon_as_its_character_is_whole_and_never_before(
 def test_known_text(kind: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(kind)
     context, out = encode(tokenizer, "hello"), encode(tokenizer, "the 你好 world")
-    expected = "the 你好 world" if kind == "byte_level" else " the 你好 world"
+    expected = "the 你好 world" if kind in BYTE_LEVEL else " the 你好 world"
     if kind == "metaspace":
         expected = whole(tokenizer, context + out)[len("hello") :]
         assert expected.startswith(" the")
     assert stream(tokenizer, context, out) == expected
 
 
-def test_an_emoji_of_four_tokens_arrives_at_once(byte_level: Any, byte_id: Any) -> None:
-    detokenizer = Detokenizer(byte_level)
+def test_an_emoji_of_four_tokens_arrives_at_once(any_bytes: Any, byte_id: Any) -> None:
+    detokenizer = detokenizer_for(any_bytes)
     assert [detokenizer.push(byte_id(byte)) for byte in "a🎈b".encode()] == [
         *["a", "", "", "", "🎈", "b"]
     ]
@@ -129,19 +138,19 @@ def test_whole_text_before_an_unfinished_character_is_not_held() -> None:
     assert [detokenizer.push(0), detokenizer.push(1), detokenizer.finish()] == ["ab", "你c", ""]
 
 
-def test_an_unfinished_character_is_shown_as_such_at_the_end(byte_level: Any, byte_id: Any) -> None:
-    detokenizer = Detokenizer(byte_level)
+def test_an_unfinished_character_is_shown_as_such_at_the_end(any_bytes: Any, byte_id: Any) -> None:
+    detokenizer = detokenizer_for(any_bytes)
     assert [detokenizer.push(byte_id(byte)) for byte in b"a\xf0\x9f"] == ["a", "", ""]
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])
-def test_a_prompt_that_ends_within_a_character(split: int, byte_level: Any, byte_id: Any) -> None:
+def test_a_prompt_that_ends_within_a_character(split: int, any_bytes: Any, byte_id: Any) -> None:
     ids = [byte_id(byte) for byte in "é🎈!".encode()]
-    assert stream(byte_level, ids[: 2 + split], ids[2 + split :]) == "🎈!"
+    assert stream(any_bytes, ids[: 2 + split], ids[2 + split :]) == "🎈!"
     # As seen from a completion that never comes, the prompt ends in U+FFFD.
-    assert stream(byte_level, ids[: 2 + split], [byte_id(0x21)]) == "!"
+    assert stream(any_bytes, ids[: 2 + split], [byte_id(0x21)]) == "!"
 
 
 def test_a_byte_fallback_prompt_that_begins_and_ends_within_a_character(byte_fallback: Any) -> None:
@@ -152,9 +161,9 @@ def test_a_byte_fallback_prompt_that_begins_and_ends_within_a_character(byte_fal
             assert joined == bytes(byte - 3 for byte in ids[end // 3 * 3 :]).decode()
 
 
-def test_a_prompt_that_ends_in_a_genuine_replacement_character(byte_level: Any) -> None:
-    context = encode(byte_level, "what is \ufffd")
-    assert stream(byte_level, context, encode(byte_level, "? 你")) == "? 你"
+def test_a_prompt_that_ends_in_a_genuine_replacement_character(any_bytes: Any) -> None:
+    context = encode(any_bytes, "what is \ufffd")
+    assert stream(any_bytes, context, encode(any_bytes, "? 你")) == "? 你"
 
 
 def test_whole_characters_stay_when_a_later_byte_of_the_run_is_wrong(byte_fallback: Any) -> None:
@@ -179,8 +188,8 @@ def test_only_special_tokens_in_the_prompts_tail(metaspace: Any) -> None:
     assert stream(metaspace, context, encode(metaspace, "The end")) == " The end"
 
 
-def test_a_copy_goes_its_own_way(byte_level: Any, byte_id: Any) -> None:
-    one = Detokenizer(byte_level)
+def test_a_copy_goes_its_own_way(any_bytes: Any, byte_id: Any) -> None:
+    one = detokenizer_for(any_bytes)
     for byte in b"x\xe4\xbd":
         one.push(byte_id(byte))
     two = one.copy()
