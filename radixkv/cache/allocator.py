@@ -113,7 +113,12 @@ class BlockAllocator:
         """Cancel late copies into blocks that were freed: their next holder may write first."""
         dropped = self.late.keys() & set(blocks)
         if dropped:
-            self._orders = [order for order in self._orders if order.target not in dropped]
+            # Others into these blocks are of earlier holders, whose copies may rest on them.
+            self._orders = [
+                order
+                for order in self._orders
+                if not (order.after_write and order.target in dropped)
+            ]
             self.pending -= dropped
             for block in dropped:
                 del self.late[block]

@@ -617,3 +617,30 @@ def test_a_copied_end_is_shown_once_it_is_there() -> None:
     cache.release(reader)
     cache.check()
     assert cache.match([1]) == 1
+
+
+def test_a_late_copy_is_dropped_alone() -> None:
+    """Found by the state machine: the copy of an earlier holder, for a fork, went with it."""
+    cache = make_cache()
+    store = FakeStore(cache)
+    known = cache.acquire([2])
+    store.run([], [write_of(cache, known, 0, 1)])
+    cache.commit(known, include_open=True)
+    parent = cache.acquire([2, 3])
+    fork = parent.fork()
+    block = parent.table[0]
+    assert cache.allocator._orders == [
+        CopyOrder(known.table[0], block, False, 1),
+        CopyOrder(block, fork.table[0], False, 1),
+    ]
+    writer = cache.acquire([1])
+    writes = [write_of(cache, writer, 0, 1)]
+    cache.commit(writer, include_open=True, pending=True)
+    cache.release(parent)
+    reader = cache.acquire([1])
+    assert reader.table[0] == block
+    cache.release(reader)
+    cache.check()
+    store.run(cache.take_copies(), writes)
+    cache.settle()
+    store.verify(fork)
