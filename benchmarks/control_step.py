@@ -43,10 +43,8 @@ import torch
 import radixkv.attention.batch as batch_module
 import radixkv.decoding.sampler as sampler_module
 import radixkv.engine.engine as engine_module
-import radixkv.engine.runner as runner_module
-from radixkv.attention import FULL, AttentionBatch
+from radixkv.attention import FULL, AttentionBatch, NativeBackend
 from radixkv.attention.cost import ON_A_CPU
-from radixkv.attention.native_backend import work_items
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import TextStream
@@ -86,10 +84,12 @@ class Tables:
             table[torch.arange(rows), picked] = 12.0
             self._tables.append(table)
         self._asked = 0
+        store: Any = SimpleNamespace(block_size=BLOCK_SIZE)
+        self._native = NativeBackend(store)
 
     def reads(self, batch: AttentionBatch) -> None:
         """What the first layer of a model without windows would ask of the batch."""
-        work_items(batch, FULL)
+        self._native.reads(batch, FULL)
 
     def __call__(
         self, batch: AttentionBatch, tokens: torch.Tensor, wanted: torch.Tensor
@@ -158,7 +158,7 @@ class Chats:
 PHASES: dict[str, tuple[Any, str, str]] = {
     "schedule": (engine_module.Scheduler, "schedule", "rest"),
     "rows, token ids": (ModelRunner, "run", "rest"),
-    "batch, slots": (runner_module, "make_batch", "rows, token ids"),
+    "batch, slots": (AttentionBatch, "grown", "rows, token ids"),
     "plan": (batch_module, "plan_attention", "batch, slots"),
     "reads": (Tables, "reads", "rows, token ids"),
     "commit, collect": (Engine, "_advance", "rest"),

@@ -6,7 +6,7 @@ a shared run are one contiguous range of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -109,10 +109,45 @@ class AttentionBatch:
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
 
+    def stops(self) -> Int64Array:
+        """How many tokens each row has with its queries; int64 (rows,)."""
+        stops: Int64Array = self.positions[self.offsets[1:] - 1] + 1
+        return stops
+
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that a full-attention layer reads, and would read without sharing."""
-        unshared = sum(row.stop for row in self.rows)
+        unshared = int(self.stops().sum())
         return unshared - self.plan.blocks_saved() * self.block_size, unshared
+
+    def grown(self, tables: Mapping[int, Int32Array]) -> AttentionBatch:
+        """The next step, if every row had one query and goes on by another.
+
+        Equals what `make_batch` makes of it, at a fraction of the time.
+
+        Parameters
+        ----------
+        tables : mapping of int to int32 array (blocks,)
+            By the row's place in the plan's order, the block tables that have changed.
+        """
+        size = self.block_size
+        positions = self.positions + 1
+        slots = self.slots.numpy() + 1
+        for place, table in tables.items():
+            index, offset = divmod(int(positions[place]), size)
+            slots[place] = int(table[index]) * size + offset
+        rows = [
+            Row(tables.get(place, row.table), row.start + 1, 1)
+            for place, row in enumerate(self.rows)
+        ]
+        return AttentionBatch(
+            self.plan,
+            rows,
+            size,
+            self.offsets,
+            positions,
+            torch.from_numpy(positions),
+            torch.from_numpy(slots),
+        )
 
 
 def table_slots(table: Int32Array, start: int, stop: int, block_size: int) -> Int64Array:

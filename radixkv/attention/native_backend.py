@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from radixkv.attention.backend import LayerAttention
-from radixkv.attention.batch import AttentionBatch, Span
+from radixkv.attention.batch import FULL, AttentionBatch, Span
 from radixkv.attention.cost import ON_A_CPU
-from radixkv.attention.reads import plan_reads
+from radixkv.attention.plan import AttentionPlan, Int64Array
+from radixkv.attention.reads import Reads, plan_reads
 from radixkv.attention.store import LayerShape
 from radixkv.attention.torch_backend import TorchBackend
 
@@ -41,14 +42,13 @@ class WorkItems:
     first: torch.Tensor
 
 
-def work_items(batch: AttentionBatch, span: Span) -> WorkItems:
-    """The reads of one step, for layers with this span."""
+def work_items(batch: AttentionBatch, span: Span, reads: Reads) -> WorkItems:
+    """The reads of one step as the operator takes them, for layers with this span."""
     rows = batch.rows
     places = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row.table) for row in rows], out=places[1:])
-    items = plan_reads(batch, span, ON_A_CPU).items
-    stops = np.array([row.stop for row in rows])
-    items[:, 4] = np.minimum(items[:, 4], stops[items[:, 2]])
+    items = reads.items.copy()
+    items[:, 4] = np.minimum(items[:, 4], batch.stops()[items[:, 2]])
     items[:, 2] = places[items[:, 2]]
     return WorkItems(
         torch.from_numpy(items.astype(np.int32)),
@@ -80,11 +80,14 @@ class DirectLayer:
 class NativeBackend(TorchBackend):
     """Reads every shared run once, in one operator a layer; what that cannot do, torch does."""
 
+    # The plan and the places of queries for which the reads were made.
+    _last: tuple[AttentionPlan, Int64Array, Reads] | None = None
+
     def direct(self, layer: int, batch: AttentionBatch, span: Span) -> DirectLayer | None:
         """What a whole block needs of this layer; None if the step asks for more than that."""
         if batch.written is not None or batch.copies:
             return None
-        reads = self._reads(batch, span)
+        reads = self.reads(batch, span)
         return DirectLayer(
             self.store.keys[layer],
             self.store.values[layer],
@@ -92,11 +95,22 @@ class NativeBackend(TorchBackend):
             [reads.items, reads.tables, reads.positions, reads.first],
         )
 
-    def _reads(self, batch: AttentionBatch, span: Span) -> WorkItems:
+    def reads(self, batch: AttentionBatch, span: Span) -> WorkItems:
+        """What layers with this span read in a step; made once for all of them."""
         kept = ("native", span)
-        reads = batch.prepared.get(kept)
-        if not isinstance(reads, WorkItems):
-            reads = batch.prepared[kept] = work_items(batch, span)
+        items = batch.prepared.get(kept)
+        if not isinstance(items, WorkItems):
+            items = batch.prepared[kept] = work_items(batch, span, self._planned(batch, span))
+        return items
+
+    def _planned(self, batch: AttentionBatch, span: Span) -> Reads:
+        """The step's reads; those of the step before where its rows only went on."""
+        if span != FULL:  # What is out of the window should be read no more.
+            return plan_reads(batch, span, ON_A_CPU)
+        plan, offsets, reads = self._last or (None, None, None)
+        if reads is None or plan is not batch.plan or offsets is not batch.offsets:
+            reads = plan_reads(batch, span, ON_A_CPU)
+            self._last = batch.plan, batch.offsets, reads
         return reads
 
     def _write(
@@ -125,7 +139,7 @@ class NativeBackend(TorchBackend):
         if key is not None and value is not None:
             key, value = key.to(self.store.dtype), value.to(self.store.dtype)
             self._write(attention.layer, batch, key, value)
-        reads = self._reads(batch, attention.span)
+        reads = self.reads(batch, attention.span)
         if query.stride(-1) != 1:
             query = query.contiguous()
         out: torch.Tensor

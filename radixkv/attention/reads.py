@@ -41,8 +41,7 @@ class Reads:
 
     def last_for(self, batch: AttentionBatch) -> bool:
         """Whether these reads still do for a later step of the same plan."""
-        stops = (row.stop for row in batch.rows)
-        return all(stop <= until for stop, until in zip(stops, self.until.tolist(), strict=True))
+        return bool((batch.stops() <= self.until).all())
 
 
 def plan_reads(
@@ -66,7 +65,7 @@ def plan_reads(
     max_queries : int
         Most queries of one read; 0 for no limit.
     """
-    stops = np.array([row.stop for row in batch.rows], np.int64)
+    stops = batch.stops()
     items = _cut_queries(_runs_and_tails(batch), max_queries)
     # A run lies before all of its queries, and a tail's last query is its row's last of the read.
     last = batch.positions[items[:, _FIRST] + items[:, _COUNT] - 1]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.attention import AttentionBackend, AttentionBatch, AttentionPlan, Row, make_batch
-from radixkv.cache import CopyOrder, Sequence, copy_waves
+from radixkv.attention import AttentionBackend, AttentionBatch, Row, make_batch
+from radixkv.cache import CopyOrder, copy_waves
 from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE
 from radixkv.engine.scheduler import ScheduledRow, Step
 from radixkv.engine.stats import EngineCounters
@@ -20,7 +20,7 @@ Forward = Callable[[AttentionBatch, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ModelRunner:
-    """Runs steps; owns nothing but the plan of the last one.
+    """Runs steps; owns nothing but how the last one was laid out.
 
     ``forward`` may be set to another way of running the adapter; see `DecodeGraphs`.
     """
@@ -32,9 +32,7 @@ class ModelRunner:
         self.backend = backend
         self.counters = counters
         self.forward: Forward | None = None
-        # Held, not only named: an id would be given to another sequence.
-        self._planned: list[Sequence] = []
-        self._plan: AttentionPlan | None = None
+        self._last: _LastStep | None = None
 
     def copy_blocks(self, step: Step) -> None:
         """Make the copies that come before anything of the step is written."""
@@ -50,44 +48,98 @@ class ModelRunner:
         tensor (wanted, vocabulary)
             Logits, in the order of the step's rows: of each its last ``num_logits`` queries'.
         """
-        rows = [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows]
-        batch = make_batch(
-            rows,
-            self.backend.store.block_size,
-            keep=[row.computes for row in step.rows],
-            plan=self._reusable_plan(step),
-            cost=self.backend.cost,
-        )
-        self._plan = batch.plan
-        batch.copies = [self._slots(order) for order in step.copies if order.after_write]
-        order = batch.plan.order
-        place = np.empty(len(rows), np.int64)
-        place[order] = np.arange(len(rows))
-        tokens = _tokens([step.rows[index] for index in order.tolist()])
-        wanted = torch.from_numpy(_wanted(step.rows, batch.offsets[1:][place]))
-        self._count(step.rows, batch.kv_tokens())
+        batch = self._grow(step) or self._lay_out(step)
+        self._count(batch.kv_tokens())
         # What the adapter does may be changed from outside, so it is looked up every time.
         forward = self.forward or partial(self.adapter.forward, self.backend)
-        return forward(batch, torch.from_numpy(tokens), wanted)
+        last = self._last
+        assert last is not None
+        return forward(batch, torch.from_numpy(last.tokens), torch.from_numpy(last.wanted))
 
-    def _reusable_plan(self, step: Step) -> AttentionPlan | None:
-        """The last plan, if the same sequences only go on decoding."""
-        rows = [row.sequence for row in step.rows if row.decodes]
-        same = len(rows) == len(self._planned) == len(step.rows) and not step.copies
-        same = same and all(now is then for now, then in zip(rows, self._planned, strict=True))
-        self._planned = rows if len(rows) == len(step.rows) else []
-        return self._plan if same else None
+    def _grow(self, step: Step) -> AttentionBatch | None:
+        """The last step's batch one token on, if the same sequences only go on decoding."""
+        if self._last is None or step.copies or not self._last.goes_on(step.rows):
+            return None
+        return self._last.grow()
+
+    def _lay_out(self, step: Step) -> AttentionBatch:
+        """Any step, from its rows."""
+        batch = make_batch(
+            [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows],
+            self.backend.store.block_size,
+            keep=[row.computes for row in step.rows],
+            cost=self.backend.cost,
+        )
+        batch.copies = [self._slots(order) for order in step.copies if order.after_write]
+        self._last = _LastStep(step.rows, batch)
+        return batch
 
     def _slots(self, order: CopyOrder) -> tuple[torch.Tensor, torch.Tensor]:
         size = self.backend.store.block_size
         offsets = torch.arange(order.num_tokens)
         return order.source * size + offsets, order.target * size + offsets
 
-    def _count(self, rows: list[ScheduledRow], kv_tokens: tuple[int, int]) -> None:
+    def _count(self, kv_tokens: tuple[int, int]) -> None:
         counters = self.counters
         counters.steps += 1
         counters.kv_tokens_read += kv_tokens[0]
         counters.kv_tokens_unshared += kv_tokens[1]
+
+
+class _LastStep:
+    """A step as it was laid out, to go on from.
+
+    Attributes
+    ----------
+    batch : AttentionBatch
+    tokens : int64 array (tokens,)
+        The queries, in the plan's order.
+    wanted : int64 array (logits,)
+        Which queries' logits are wanted, in the order of the step's rows.
+    """
+
+    def __init__(self, rows: list[ScheduledRow], batch: AttentionBatch) -> None:
+        self.batch = batch
+        order = batch.plan.order
+        place = np.empty(len(rows), np.int64)
+        place[order] = np.arange(len(rows))
+        ordered = [rows[index] for index in order.tolist()]
+        self.tokens = _tokens(ordered)
+        self.wanted = _wanted(rows, batch.offsets[1:][place])
+        # Held, not only named: an id would be given to another sequence.
+        self._decoding = [row.sequence for row in rows if row.decodes]
+        self._next = [row.stop for row in rows]
+        self._ordered = [row.sequence for row in ordered]
+        self._shapes = self._now()
+
+    def goes_on(self, rows: list[ScheduledRow]) -> bool:
+        """Whether these rows are the same, all decoding, each a token further."""
+        return (
+            len(rows) == len(self._next)
+            and [row.decodes and row.branch.sequence for row in rows] == self._decoding
+            and [row.start for row in rows] == self._next
+        )
+
+    def grow(self) -> AttentionBatch:
+        """The batch of such rows, and their tokens; what is wanted of them stays."""
+        shapes, tables = self._now(), {}
+        if shapes != self._shapes:
+            pairs = zip(shapes, self._shapes, strict=True)
+            changed = [place for place, (now, then) in enumerate(pairs) if now != then]
+            tables = {place: self._ordered[place].block_table for place in changed}
+        self._shapes = shapes
+        self._next = [stop + 1 for stop in self._next]
+        last = b"".join([sequence.data[-TOKEN_BYTES:] for sequence in self._ordered])
+        self.tokens = np.frombuffer(last, TOKEN_DTYPE).astype(np.int64)
+        self.batch = self.batch.grown(tables)
+        return self.batch
+
+    def _now(self) -> list[tuple[int, int]]:
+        """What tells whether a table has changed, where nothing was copied.
+
+        It has a new block, or one that others show takes the place of its own.
+        """
+        return [(sequence.num_tree_blocks, len(sequence.table)) for sequence in self._ordered]
 
 
 def _tokens(rows: list[ScheduledRow]) -> npt.NDArray[np.int64]:

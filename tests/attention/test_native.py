@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +28,9 @@ from radixkv.attention import (
     Span,
     TorchBackend,
     choose_backend,
+    make_batch,
 )
-from radixkv.attention.native_backend import fits, work_items
+from radixkv.attention.native_backend import fits
 
 BF16 = torch.bfloat16
 
@@ -180,6 +183,10 @@ def test_the_backend_follows_from_the_store(dtype: torch.dtype, kind: type[Torch
     assert type(choose_backend(KVStore([LayerShape(1, 32, 32)], 1, 16, dtype))) is kind
 
 
+# What is read is worked out before any of it is touched.
+NO_STORE: Any = None
+
+
 def test_work_items_are_runs_and_tails() -> None:
     common = [9, 8]
     rows = [
@@ -187,11 +194,26 @@ def test_work_items_are_runs_and_tails() -> None:
         Row(np.array([*common, 5, 6], np.int32), 8, 5),
     ]
     batch = Step.of(rows, 4, Shape(1, 1, 32, 32, BF16)).batch()
-    reads = work_items(batch, FULL)
+    backend = NativeBackend(NO_STORE)
+    reads = backend.reads(batch, FULL)
     assert reads.tables.tolist() == [9, 8, 3, 9, 8, 5, 6]
     assert reads.items.tolist() == [[0, 6, 0, 0, 8], [1, 5, 3, 8, 13], [0, 1, 0, 8, 11]]
     assert reads.positions.tolist() == [10, 8, 9, 10, 11, 12]
-    assert work_items(batch, Span(window=3)).first.tolist() == [8, 6, 7, 8, 9, 10]
+    assert backend.reads(batch, Span(window=3)).first.tolist() == [8, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("span", [FULL, Span(window=5), Span(chunk=4)])
+def test_reads_of_rows_that_go_on_are_those_of_a_new_step(span: Span) -> None:
+    rows = [Row(np.array([9, 8, *own], np.int32), 10, 1) for own in ([3], [5], [6])]
+    batch = Step.of(rows, 4, Shape(1, 1, 32, 32, BF16)).batch()
+    backend = NativeBackend(NO_STORE)
+    backend.reads(batch, span)
+    for taken in ({}, {place: np.array([9, 8, 3 + place, place], np.int32) for place in range(3)}):
+        batch = batch.grown(taken)
+        reads = backend.reads(batch, span)
+        new = NativeBackend(NO_STORE).reads(make_batch(batch.rows, 4, plan=batch.plan), span)
+        for mine, other in zip(astuple(reads), astuple(new), strict=True):
+            assert mine.tolist() == other.tolist()
 
 
 def test_the_operator_refuses_what_it_would_misread() -> None:

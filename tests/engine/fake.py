@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from radixkv.attention import ON_A_CPU, AttentionBatch, CostModel
+from radixkv.attention import ON_A_CPU, AttentionBatch, CostModel, Row, make_batch
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
 from radixkv.decoding import (
@@ -29,6 +29,7 @@ from radixkv.decoding import (
     sample,
 )
 from radixkv.engine import Engine, EngineCounters, ModelRunner
+from radixkv.engine.scheduler import Step
 
 VOCABULARY = 6
 EOS = 5
@@ -231,3 +232,18 @@ def check_over(engine: Engine) -> None:
     assert stats.held_only == stats.held_and_cached == 0
     engine.cache.reset()
     assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+
+
+def equals_a_new_one(step: Step, batch: AttentionBatch) -> None:
+    """A batch that was grown from the last step's is what the rows themselves would make."""
+    rows = [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows]
+    new = make_batch(rows, batch.block_size, plan=batch.plan)
+    for mine, other in zip(batch.rows, new.rows, strict=True):
+        assert mine.table.tolist() == other.table.tolist()
+        assert mine[1:] == other[1:]
+    assert batch.offsets.tolist() == new.offsets.tolist()
+    assert batch.positions.tolist() == new.positions.tolist() == batch.position_ids.tolist()
+    assert batch.slots.tolist() == new.slots.tolist()
+    assert batch.written is new.written is None
+    assert batch.copies == new.copies == []
+    assert batch.kv_tokens() == new.kv_tokens()

@@ -12,6 +12,7 @@ from fake import (
     FakeBackend,
     check_content,
     check_over,
+    equals_a_new_one,
     make_engine,
     naive,
     naive_beams,
@@ -74,7 +75,7 @@ SITUATIONS = [
     "finished by length",
     "finished by stop",
     "late copy",
-    "plan reused",
+    "batch grown",
     "preemption",
     "preemption half prefilled",
     "preemption of a fresh n-sample",
@@ -119,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _watch(self) -> None:
         """Note what happens inside, for the situations that must have been reached."""
         scheduler, runner = self.engine.scheduler, self.engine.runner
-        requeue, run, reusable = scheduler.requeue, runner.run, runner._reusable_plan
+        requeue, run, grow = scheduler.requeue, runner.run, runner._grow
 
         def watched_requeue(request: Request) -> None:
             held = [branch for branch in request.branches if branch.sequence is not None]
@@ -150,17 +151,19 @@ class EngineMachine(RuleBasedStateMachine):
                 if any(branch.sequence is None for branch in request.to_prefill):
                     self.saw("resumed branch waits for its siblings")
             logits = run(step)
-            self.saw(*["shared run"] * bool(runner._plan and runner._plan.runs))
+            self.saw(*["shared run"] * bool(runner._last and runner._last.batch.plan.runs))
             return logits
 
-        def watched_plan(step: Step) -> object:
-            plan = reusable(step)
-            self.saw(*["plan reused"] * (plan is not None))
-            return plan
+        def watched_grow(step: Step) -> object:
+            batch = grow(step)
+            if batch is not None:
+                self.saw("batch grown")
+                equals_a_new_one(step, batch)
+            return batch
 
         scheduler.requeue = watched_requeue  # type: ignore[method-assign]
         runner.run = watched_run  # type: ignore[method-assign, assignment]
-        runner._reusable_plan = watched_plan  # type: ignore[method-assign, assignment]
+        runner._grow = watched_grow  # type: ignore[method-assign, assignment]
 
     def saw(self, *what: str) -> None:
         for name in what:
