@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import VOCABULARY, build, quiet
+from families import VOCABULARY, build, quiet, softcap_applied
 
 from radixkv.attention import (
     FULL,
@@ -135,6 +135,44 @@ def test_a_bad_model_in_half_precision_is_refused(dtype: torch.dtype) -> None:
     model = build("llama", dtype)
     model.get_input_embeddings().register_forward_hook(mix_in_the_token_before)
     with pytest.raises(ModelNotSupportedError, match="its logits are off by 0"):
+        adapt(model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
+def test_a_softcap_is_applied_where_sdpa_of_transformers_leaves_it_out(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(name)
+    # Older releases say that SDPA will do for these families, and leave the softcap out.
+    left_out = type(model)._supports_sdpa
+    assert model.config._attn_implementation == ("sdpa" if left_out else "eager")
+    own = own_logits(model)
+    with softcap_applied(model):
+        capped = own_logits(model)
+    assert (float((own - capped).abs().max()) > 1e-2) == left_out
+    adapter = adapt(model)
+    assert isinstance(adapter, FunctionAdapter)
+    assert ("was trained with a softcap of 2, which" in caplog.text) == left_out
+    logits = run(
+        adapter, empty_store(adapter), make_batch([Row(table(*range(6)), 0, 24)], 4), [TOKENS]
+    )
+    adapter.close()
+    assert float((logits - capped).abs().max()) < 1e-4
+    assert torch.equal(own_logits(model), own)
+
+
+def test_a_cache_adapter_that_would_leave_out_the_softcap_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("gemma2")
+    if not type(model)._supports_sdpa:
+        pytest.skip("this transformers does not compute Gemma 2 with SDPA")
+
+    def fail(*_: Any) -> None:
+        raise KeyError("no function")
+
+    monkeypatch.setattr(FunctionAdapter, "_probe", fail)
+    with pytest.raises(ModelNotSupportedError, match=r"no function.*its logits are off by"):
         adapt(model)
 
 
