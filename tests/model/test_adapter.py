@@ -119,6 +119,27 @@ def test_an_encoder_decoder_is_refused() -> None:
         adapt(model)
 
 
+@pytest.mark.parametrize("name", ["deepseek_sparse_attention", "qwen_sparse_attention"])
+def test_sparse_attention_is_refused_by_its_older_names(name: str) -> None:
+    config = SimpleNamespace(layer_types=["full_attention", name])
+    config.get_text_config = lambda decoder: config
+    model = SimpleNamespace(config=config)
+    with pytest.raises(ModelNotSupportedError, match=rf"{name} \(sparse attention by an index\)"):
+        adapt(model)
+
+
+def test_a_model_that_looks_ahead_in_short_texts_only_is_refused() -> None:
+    """As some of transformers' models do where no mask seems to be needed."""
+    model = build("llama")
+
+    def look_ahead(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + out[:, -1:] if out.shape[1] < 8 else out
+
+    model.get_input_embeddings().register_forward_hook(look_ahead)
+    with pytest.raises(ModelNotSupportedError, match="its attention is not causal"):
+        adapt(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "bloom", "bart"]
@@ -161,19 +182,22 @@ def test_a_softcap_is_applied_where_sdpa_of_transformers_leaves_it_out(
     assert torch.equal(own_logits(model), own)
 
 
-def test_a_cache_adapter_that_would_leave_out_the_softcap_is_refused(
+def test_a_cache_adapter_applies_the_softcap_or_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = build("gemma2")
-    if not type(model)._supports_sdpa:
-        pytest.skip("this transformers does not compute Gemma 2 with SDPA")
-
     def fail(*_: Any) -> None:
         raise KeyError("no function")
 
     monkeypatch.setattr(FunctionAdapter, "_probe", fail)
-    with pytest.raises(ModelNotSupportedError, match=r"no function.*its logits are off by"):
-        adapt(model)
+    model = build("gemma2")
+    if type(model)._supports_sdpa:
+        with pytest.raises(ModelNotSupportedError, match=r"no function.*its logits are off by"):
+            adapt(model)
+        return
+    adapter = adapt(model)
+    assert isinstance(adapter, CacheAdapter)
+    batch = make_batch([Row(table(*range(6)), 0, 24)], 4)
+    check_rows(model, batch, run(adapter, empty_store(adapter), batch, [TOKENS]), [TOKENS])
 
 
 # --- The model is given back. ---
