@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 if not Path("/dev/nvidia0").exists():
     # Before anything imports triton, which decides when it decorates its own helpers.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def interpreter_fault() -> str | None:
+    """Why Triton's interpreter cannot run kernels here, as far as that is known."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+    numpy = metadata.version("numpy")
+    if Version(triton) >= Version("3.7") or Version(numpy) < Version("2.4"):
+        return None
+    return f"the interpreter of Triton {triton} fails with numpy {numpy}: it needs numpy<2.4"
+
+
+@pytest.fixture(scope="session")
+def kernels_run() -> None:
+    """For tests that run kernels: on a GPU, or in an interpreter that can."""
+    fault = interpreter_fault() if interpreting() else None
+    if fault is not None:
+        pytest.skip(fault)
 
 
 @pytest.fixture
@@ -29,9 +56,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of kernels on CPU tensors need the interpreter; on a GPU others run the real ones."""
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    reason = (
+        interpreter_fault() if interpreting() else "needs Triton's interpreter: TRITON_INTERPRET=1"
+    )
+    if reason is None:
         return
-    skip = pytest.mark.skip(reason="needs Triton's interpreter: TRITON_INTERPRET=1")
     for item in items:
         if "interpreted" in item.keywords:
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason=reason))

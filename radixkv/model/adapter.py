@@ -8,7 +8,8 @@ before it has reproduced the model's own logits on a short text, in two chunks b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Protocol
@@ -36,6 +37,7 @@ from radixkv.model.layers import (
     reason_of,
     refuse,
     refuse_unpageable,
+    text_config,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,21 +130,46 @@ def _kinds(model: Model) -> list[Callable[[Model], ModelAdapter]]:
 
 def _own_logits(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     """The model's own logits (tokens, vocabulary), if they are fit to compare with."""
-    half = VERIFIED_TOKENS // 2
+    # Texts within a window of attention may be given another mask, or none.
+    starts = (VERIFIED_TOKENS // 2, 3)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _softcap_applied(model):
             ids = tokens[None].to(model.device)
             logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0]
-            alone: torch.Tensor = model(input_ids=ids[:, :half], use_cache=False).logits[0]
+            alone = [model(input_ids=ids[:, :end], use_cache=False).logits[0] for end in starts]
     except Exception as error:
         raise refuse(
             model, f"its own forward fails with {type(error).__name__}: {error}"
         ) from error
     if not bool(logits.isfinite().all()):
         raise refuse(model, "its own logits are not finite")
-    if _distance(alone, logits[:half], model.dtype) > _tolerance(model):
+    if any(_distance(a, logits[: len(a)], model.dtype) > _tolerance(model) for a in alone):
         raise refuse(model, "its attention is not causal: later tokens change earlier logits")
     return logits
+
+
+@contextmanager
+def _softcap_applied(model: Model) -> Iterator[None]:
+    """A model's own attention with its softcap, which transformers' SDPA leaves out.
+
+    Older releases use SDPA for Gemma 2 all the same; newer ones compute its attention by "eager".
+    """
+    config = text_config(model)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is None or config._attn_implementation != "sdpa":
+        yield
+        return
+    logger.warning(
+        "%s was trained with a softcap of %g, which transformers' SDPA leaves out: it is applied"
+        ' here, so logits are those of attn_implementation="eager"',
+        type(model).__name__,
+        softcap,
+    )
+    config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"
 
 
 def _verified(

@@ -23,6 +23,9 @@ UNPAGEABLE_LAYERS = {
     "hybrid_sliding": "recurrent state beside attention",
     "conv": "convolution state",
     "indexed_attention": "sparse attention by an index",
+    # What older releases of transformers call two kinds of the former.
+    "deepseek_sparse_attention": "sparse attention by an index",
+    "qwen_sparse_attention": "sparse attention by an index",
     "minimax_m3_sparse": "sparse attention by an index",
     "compressed_sparse_attention": "sparse attention over compressed keys",
     "heavily_compressed_attention": "attention over compressed keys",

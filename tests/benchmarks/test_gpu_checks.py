@@ -36,6 +36,7 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.interpreted
 def test_small(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_checks.small(tiny=True)
     lines = capsys.readouterr().out.splitlines()
@@ -45,6 +46,7 @@ def test_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("(123, 315)" in line for line in lines) == 4
 
 
+@pytest.mark.interpreted
 def test_small_notices_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = gpu_scenes.paged_attention
 
@@ -56,6 +58,7 @@ def test_small_notices_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -
         gpu_checks.small(tiny=True)
 
 
+@pytest.mark.interpreted
 def test_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_checks.invariant(tiny=True)
     assert capsys.readouterr().out.splitlines() == [
@@ -64,6 +67,7 @@ def test_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.interpreted
 def test_invariant_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = radixkv.attention.CostModel
 
@@ -75,6 +79,7 @@ def test_invariant_notices_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_checks.invariant(tiny=True)
 
 
+@pytest.mark.interpreted
 def test_engine(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_checks.engine(tiny=True)
     first, second = capsys.readouterr().out.splitlines()

@@ -32,6 +32,7 @@ def run(folder: Path) -> tuple[int, Any]:
     return status, json.loads((folder / "gpu_engine_tiny.json").read_text())
 
 
+@pytest.mark.interpreted
 def test_everything_runs_and_graphs_change_no_token(tmp_path: Path) -> None:
     status, found = run(tmp_path)
     assert status == 0
@@ -69,6 +70,7 @@ def only_decodes(self: Any) -> Any:
     return {"decode": (self._random(2, 20), self._greedy, True)}
 
 
+@pytest.mark.interpreted
 def test_a_graph_that_gives_other_tokens_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_graph_that_gives_other_tokens_is_noticed(
     assert with_graphs["first_difference"] == 2
 
 
+@pytest.mark.interpreted
 def test_a_workload_that_fails_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def run(folder: Path, *arguments: str, name: str = "gpu_kernels_tiny") -> tuple[
     return status, json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.interpreted
 def test_everything_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = run(tmp_path)
     assert status == 0
@@ -83,6 +84,7 @@ def test_everything_runs_and_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "6 points timed, all within tolerance; 0 failed" in said
 
 
+@pytest.mark.interpreted
 def test_a_kernel_that_is_wrong_fails_its_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_kernel_that_is_wrong_fails_its_point(
     assert all("us" in move for move in found["moves"])
 
 
+@pytest.mark.interpreted
 def test_what_stops_halfway_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_point_too_large_for_the_card(tmp_path: Path, monkeypatch: pytest.Monk
 # --- Problems. ---
 
 
+@pytest.mark.interpreted
 def test_the_error_of_an_output() -> None:
     backend = TritonBackend(make_pool(HEADS, 200))
     problem = Problem(backend, make_rows(backend.store, batch=3, own=20), HEADS)
@@ -233,6 +237,7 @@ def test_a_tile_that_is_hardly_faster_is_not_proposed(monkeypatch: pytest.Monkey
     assert len(found["tried_us"]) > 5
 
 
+@pytest.mark.interpreted
 def test_tuning_runs(tmp_path: Path) -> None:
     status, found = run(tmp_path, "--tune", name="gpu_kernels_tune_tiny")
     assert status == 0

@@ -24,7 +24,7 @@ from radixkv.llm import LLM
 from radixkv.model.loading import LoadedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from families import build, quiet
+from families import build, quiet, softcap_applied
 
 MakeLLM = Callable[..., LLM]
 
@@ -96,7 +96,8 @@ def test_other_families(family: str) -> None:
     )
     with quiet():
         served = build(family)
-        expected = hugging_face(served, tokens, params, [2])
+        with softcap_applied(served):
+            expected = hugging_face(served, tokens, params, [2])
         loaded = LoadedModel(
             model=served,
             tokenizer=None,

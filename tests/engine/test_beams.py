@@ -23,7 +23,7 @@ from radixkv.llm import LLM
 from radixkv.model.loading import LoadedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from families import build, quiet
+from families import build, quiet, softcap_applied
 
 MakeLLM = Callable[..., LLM]
 Beams = Callable[[list[int], BeamSearchParams], list[Answer]]
@@ -146,10 +146,11 @@ def test_other_families(family: str) -> None:
     prompts = [[token % 160 for token in prompt(seed, 21)] for seed in range(2)]
     with quiet():
         model = build(family)
-        expected = [
-            hugging_face(model, tokens, params, [2])
-            for tokens, params in zip(prompts, cases, strict=True)
-        ]
+        with softcap_applied(model):
+            expected = [
+                hugging_face(model, tokens, params, [2])
+                for tokens, params in zip(prompts, cases, strict=True)
+            ]
         loaded = LoadedModel(
             model=model,
             tokenizer=None,

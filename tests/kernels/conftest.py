@@ -12,6 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def device(kernels_run: None) -> torch.device:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return torch.device("cpu" if interpreted else "cuda")

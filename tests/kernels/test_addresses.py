@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.interpreted
 def test_addresses_do_not_overflow():
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("far_addresses.py")],

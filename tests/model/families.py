@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -191,6 +192,29 @@ class Outcome:
     reason: str = field(default="", compare=False)
 
 
+# Families that the oldest transformers we support does not have, and the newest does.
+YOUNG = {
+    *("apertus1p5_text", "beam", "dory", "exaone", "flint"),
+    *("internlm3", "kolibri1", "lfm3", "sarvam_mla"),
+}
+
+
+def family_of(name: str) -> str:
+    """The family of a family's or a variant's name."""
+    return VARIANTS.get(name, (name, {}))[0]
+
+
+def skip_unknown(name: str) -> None:
+    """Skip the test that is running if this transformers does not have the family.
+
+    Only families that are known to be young: any other must be there.
+    """
+    family = family_of(name)
+    if family in YOUNG and family not in CONFIG_MAPPING:
+        version = transformers.__version__
+        pytest.skip(f"transformers {version} does not have the family {family}")
+
+
 def small_config(name: str) -> Any:
     """The configuration of a tiny model of this family or variant."""
     family, extra = VARIANTS.get(name, (name, {}))
@@ -218,7 +242,11 @@ def _small_parts(known: Any) -> dict[str, Any]:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A tiny random model whose logits depend on all that they can see."""
+    """A tiny random model whose logits depend on all that they can see.
+
+    Where this transformers does not have the family, the test that is running is skipped.
+    """
+    skip_unknown(name)
     config = small_config(name)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -234,6 +262,18 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
         elif "logit_scale" not in path:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.to(dtype)
+
+
+@contextmanager
+def softcap_applied(model: Any) -> Iterator[None]:
+    """The model's own attention with its softcap, which SDPA of older transformers leaves out."""
+    before = model.config._attn_implementation
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    model.config._attn_implementation = "eager" if capped else before
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
 
 
 @contextmanager
@@ -255,7 +295,7 @@ def outcome(name: str) -> Outcome:
 
     try:
         model = build(name)
-    except Exception as error:
+    except (Exception, pytest.skip.Exception) as error:
         text = " ".join(str(error).split())
         return Outcome(name, "not built", f"{type(error).__name__}: {text}"[:110])
     try:

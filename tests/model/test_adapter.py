@@ -13,7 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from families import VOCABULARY, build, quiet
+from families import VOCABULARY, build, quiet, softcap_applied
 
 from radixkv.attention import (
     FULL,
@@ -119,6 +119,27 @@ def test_an_encoder_decoder_is_refused() -> None:
         adapt(model)
 
 
+@pytest.mark.parametrize("name", ["deepseek_sparse_attention", "qwen_sparse_attention"])
+def test_sparse_attention_is_refused_by_its_older_names(name: str) -> None:
+    config = SimpleNamespace(layer_types=["full_attention", name])
+    config.get_text_config = lambda decoder: config
+    model = SimpleNamespace(config=config)
+    with pytest.raises(ModelNotSupportedError, match=rf"{name} \(sparse attention by an index\)"):
+        adapt(model)
+
+
+def test_a_model_that_looks_ahead_in_short_texts_only_is_refused() -> None:
+    """As some of transformers' models do where no mask seems to be needed."""
+    model = build("llama")
+
+    def look_ahead(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + out[:, -1:] if out.shape[1] < 8 else out
+
+    model.get_input_embeddings().register_forward_hook(look_ahead)
+    with pytest.raises(ModelNotSupportedError, match="its attention is not causal"):
+        adapt(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "bloom", "bart"]
@@ -136,6 +157,47 @@ def test_a_bad_model_in_half_precision_is_refused(dtype: torch.dtype) -> None:
     model.get_input_embeddings().register_forward_hook(mix_in_the_token_before)
     with pytest.raises(ModelNotSupportedError, match="its logits are off by 0"):
         adapt(model)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
+def test_a_softcap_is_applied_where_sdpa_of_transformers_leaves_it_out(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(name)
+    # Older releases say that SDPA will do for these families, and leave the softcap out.
+    left_out = type(model)._supports_sdpa
+    assert model.config._attn_implementation == ("sdpa" if left_out else "eager")
+    own = own_logits(model)
+    with softcap_applied(model):
+        capped = own_logits(model)
+    assert (float((own - capped).abs().max()) > 1e-2) == left_out
+    adapter = adapt(model)
+    assert isinstance(adapter, FunctionAdapter)
+    assert ("was trained with a softcap of 2, which" in caplog.text) == left_out
+    logits = run(
+        adapter, empty_store(adapter), make_batch([Row(table(*range(6)), 0, 24)], 4), [TOKENS]
+    )
+    adapter.close()
+    assert float((logits - capped).abs().max()) < 1e-4
+    assert torch.equal(own_logits(model), own)
+
+
+def test_a_cache_adapter_applies_the_softcap_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("no function")
+
+    monkeypatch.setattr(FunctionAdapter, "_probe", fail)
+    model = build("gemma2")
+    if type(model)._supports_sdpa:
+        with pytest.raises(ModelNotSupportedError, match=r"no function.*its logits are off by"):
+            adapt(model)
+        return
+    adapter = adapt(model)
+    assert isinstance(adapter, CacheAdapter)
+    batch = make_batch([Row(table(*range(6)), 0, 24)], 4)
+    check_rows(model, batch, run(adapter, empty_store(adapter), batch, [TOKENS]), [TOKENS])
 
 
 # --- The model is given back. ---
