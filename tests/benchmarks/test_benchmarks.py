@@ -361,6 +361,7 @@ def test_the_page_runs_every_benchmark() -> None:
     helpers |= {"engine_replay"}  # part of replay
     helpers |= {
         "stream_reader",
+        "compile",
         "soak",
         "flood",
         "event_loop",
