@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +67,9 @@ class DirectLayer:
     ----------
     keys, values : bfloat16 tensors (blocks, block_size, kv_heads, dim)
     slots : int64 tensor (tokens,)
-        Where each token's key and value go.
+        Where each token's key and value go; -1 for those that are there already.
+    copies : int64 tensor (2, copied) or None
+        Slots to copy then, sources and targets, one after the other.
     reads : list of tensor
         The fields of `WorkItems`, in order.
     """
@@ -74,6 +77,7 @@ class DirectLayer:
     keys: torch.Tensor
     values: torch.Tensor
     slots: torch.Tensor
+    copies: torch.Tensor | None
     reads: list[torch.Tensor]
 
 
@@ -83,15 +87,17 @@ class NativeBackend(TorchBackend):
     # The plan and the places of queries for which the reads were made.
     _last: tuple[AttentionPlan, Int64Array, Reads] | None = None
 
-    def direct(self, layer: int, batch: AttentionBatch, span: Span) -> DirectLayer | None:
-        """What a whole block needs of this layer; None if the step asks for more than that."""
-        if batch.written is not None or batch.copies:
-            return None
+    def direct(self, layer: int, batch: AttentionBatch, span: Span) -> DirectLayer:
+        """What a whole block needs of this layer."""
         reads = self.reads(batch, span)
+        writes = batch.prepared.get("writes")
+        if not isinstance(writes, _Writes):
+            writes = batch.prepared["writes"] = _writes(batch)
         return DirectLayer(
             self.store.keys[layer],
             self.store.values[layer],
-            batch.slots,
+            writes.slots,
+            writes.copies,
             [reads.items, reads.tables, reads.positions, reads.first],
         )
 
@@ -157,6 +163,24 @@ class NativeBackend(TorchBackend):
             # A sink adds to the denominator alone: scale by the share that the keys keep.
             out = out * torch.sigmoid(lse - attention.sinks.float()).unsqueeze(-1)
         return out.to(asked)
+
+
+class _Writes(NamedTuple):
+    """The slots and the copies of a `DirectLayer`, the same in all layers."""
+
+    slots: torch.Tensor
+    copies: torch.Tensor | None
+
+
+def _writes(batch: AttentionBatch) -> _Writes:
+    slots, copies = batch.slots, None
+    if batch.written is not None:
+        slots = torch.full((batch.num_tokens,), -1)
+        slots[batch.written] = batch.slots
+    if batch.copies:
+        sources, targets = zip(*batch.copies, strict=True)
+        copies = torch.stack((torch.cat(sources), torch.cat(targets)))
+    return _Writes(slots, copies)
 
 
 def fits(shape: LayerShape, heads: int) -> bool:

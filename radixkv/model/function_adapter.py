@@ -110,10 +110,10 @@ class _Step:
         if not isinstance(self.backend, NativeBackend):
             return None
         call = self._calls[self._next]
-        direct = self.backend.direct(call.store, self.batch, call.span) if call.writes else None
-        if direct is not None:
-            self._next += 1
-        return direct
+        if not call.writes:
+            return None
+        self._next += 1
+        return self.backend.direct(call.store, self.batch, call.span)
 
 
 def direct_layer() -> DirectLayer | None:

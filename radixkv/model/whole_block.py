@@ -1,8 +1,8 @@
-"""WholeBlock: a decoder block in one compiled operator, for steps of few tokens.
+"""WholeBlock: a decoder block in one compiled operator.
 
 Between operators, threads wait for each other and results go through memory; a decode step of a
 small model spends as long there as in its products. `FusedBlock` is the reference, and computes
-what this does not: long steps, rows that do not write, norms behind attention, caps.
+what this does not: norms behind attention, caps, heads of other widths.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from radixkv.attention import LayerShape
 from radixkv.attention.native_backend import fits
 from radixkv.model.function_adapter import direct_layer
 from radixkv.model.operators import Norm
-from radixkv.model.prepack import TILED_ROWS, ReplacedLinear
+from radixkv.model.prepack import ReplacedLinear
 
 if TYPE_CHECKING:
     from radixkv.model.blocks import FusedBlock
@@ -47,7 +47,7 @@ class WholeBlock:
         self, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor | None:
         """The block's output (tokens, hidden); None, and nothing was done, if it cannot be."""
-        if hidden.shape[0] > TILED_ROWS or hidden.dtype is not torch.bfloat16:
+        if hidden.dtype is not torch.bfloat16:
             return None
         if self._parts is None:
             # Weights get their tiles after the block is made.
@@ -61,8 +61,8 @@ class WholeBlock:
             cos, sin = block.rotary.angles(embeddings, hidden.dtype)
         output: torch.Tensor = torch.ops.radixkv.decoder_layer(
             hidden, parts.weights, parts.scales, parts.norms, parts.qkv_bias, parts.o_bias,
-            cos, sin, layer.keys, layer.values, layer.slots, layer.reads, block.scaling,
-            parts.eps, parts.head_eps, block.residual_scale,
+            cos, sin, layer.keys, layer.values, layer.slots, layer.copies, layer.reads,
+            block.scaling, parts.eps, parts.head_eps, block.residual_scale,
         )  # fmt: skip
         return output
 

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <utility>
 
 #include "arena.h"
 #include "elements.h"
@@ -132,7 +133,22 @@ struct Buffers {
   }
 };
 
-// Normalise and rotate a token's queries and keys, and store its key and value.
+// Slots whose keys and values go to other slots, one after the other.
+struct Copies {
+  const int64_t *sources, *targets;
+  int64_t count;
+};
+
+void copy_slots(const Inputs& in, const Copies& copies) {
+  for (const auto& [store, width] : {std::pair(in.keys, in.key_slot), {in.values, in.value_slot}}) {
+    bf16* const to = const_cast<bf16*>(store);
+    for (int64_t i = 0; i < copies.count; ++i)
+      std::memmove(
+          to + copies.targets[i] * width, store + copies.sources[i] * width, width * sizeof(bf16));
+  }
+}
+
+// Normalise and rotate a token's queries and keys, and store its key and value if it has a slot.
 void place(const Inputs& in, const Block& b, int64_t row, bf16* projected, int64_t slot) {
   const int64_t dim = in.key_dim, turning = b.heads + in.kv_heads;
   for (int64_t head = 0; head < turning; ++head) {
@@ -143,6 +159,7 @@ void place(const Inputs& in, const Block& b, int64_t row, bf16* projected, int64
     if (b.cos != nullptr)
       turn(at, b.cos + row * b.rotated, b.sin + row * b.rotated, b.rotated / 2);
   }
+  if (slot < 0) return;
   const int64_t width = in.key_slot;
   const bf16* key = projected + b.heads * dim;
   std::memcpy(const_cast<bf16*>(in.keys) + slot * width, key, width * sizeof(bf16));
@@ -180,8 +197,8 @@ struct Phases {
 
 void run_block(
     Member& member, Phases& phases, const Inputs& in, const Block& b, const Buffers& at,
-    const std::vector<Task>& tasks, const Places& places, const int64_t* slots, const bf16* hidden,
-    int64_t rows, bf16* out) {
+    const std::vector<Task>& tasks, const Places& places, const int64_t* slots,
+    const Copies& copies, const bf16* hidden, int64_t rows, bf16* out) {
   normalise_rows(member, hidden, b.norm, b, rows, at.normed);
   member.meet();
   multiply(
@@ -198,6 +215,10 @@ void run_block(
   for (int64_t row = member.first(rows); row < member.last(rows); ++row)
     place(in, b, row, at.projected + row * b.qkv.outputs, slots[row]);
   member.meet();
+  if (copies.count > 0) {
+    if (member.index == 0) copy_slots(in, copies);
+    member.meet();
+  }
   run_tasks(in, tasks, phases.tasks, at.parts, at.sums);
   member.meet();
   phases.merges.deal(rows * in.kv_heads, 16, [&](int64_t begin, int64_t end) {
@@ -227,7 +248,7 @@ at::Tensor decoder_layer(
     const std::optional<at::Tensor>& qkv_bias, const std::optional<at::Tensor>& o_bias,
     const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
     const at::Tensor& keys, const at::Tensor& values, const at::Tensor& slots,
-    at::TensorList reads, double scale, double eps, double head_eps, double residual) {
+    const std::optional<at::Tensor>& copies, at::TensorList reads, double scale, double eps, double head_eps, double residual) {
   TORCH_CHECK(hidden.dim() == 2 && hidden.is_contiguous(), "hidden");
   TORCH_CHECK(hidden.scalar_type() == at::kBFloat16, "hidden");
   TORCH_CHECK(weights.size() == 4 && reads.size() == 4, "lists");
@@ -273,8 +294,19 @@ at::Tensor decoder_layer(
   TORCH_CHECK(slots.scalar_type() == at::kLong && slots.is_contiguous(), "slots");
   TORCH_CHECK(slots.size(0) == rows, "a slot a token");
   const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const int64_t room = keys.size(0) * keys.size(1);
   for (int64_t row = 0; row < rows; ++row)
-    TORCH_CHECK(0 <= slot[row] && slot[row] < keys.size(0) * keys.size(1), "slot ", slot[row]);
+    TORCH_CHECK(-1 <= slot[row] && slot[row] < room, "slot ", slot[row]);
+  Copies copied{};
+  if (copies) {
+    TORCH_CHECK(copies->scalar_type() == at::kLong && copies->is_contiguous(), "copies");
+    TORCH_CHECK(copies->dim() == 2 && copies->size(0) == 2, "a target a source");
+    copied.count = copies->size(1);
+    copied.sources = copies->const_data_ptr<int64_t>();
+    copied.targets = copied.sources + copied.count;
+    for (int64_t i = 0; i < 2 * copied.count; ++i)
+      TORCH_CHECK(0 <= copied.sources[i] && copied.sources[i] < room, "slot ", copied.sources[i]);
+  }
 
   int64_t partials = 0;
   const std::vector<Task> tasks = cut(
@@ -292,7 +324,7 @@ at::Tensor decoder_layer(
   together([&](Member& member) {
     const TileConfig config;
     _tile_loadconfig(&config);
-    run_block(member, phases, in, b, buffers, tasks, places, slot, from, rows, to);
+    run_block(member, phases, in, b, buffers, tasks, places, slot, copied, from, rows, to);
     _tile_release();
   });
   return out;
@@ -306,7 +338,7 @@ TORCH_LIBRARY_FRAGMENT(radixkv, library) {
   library.def(
       "decoder_layer(Tensor hidden, Tensor[] weights, Tensor[] scales, Tensor[] norms, "
       "Tensor? qkv_bias, Tensor? o_bias, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
-      "Tensor[] reads, float scale, float eps, float head_eps, float residual) -> Tensor");
+      "Tensor? copies, Tensor[] reads, float scale, float eps, float head_eps, float residual) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(radixkv, CPU, library) {

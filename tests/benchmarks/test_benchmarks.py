@@ -358,14 +358,8 @@ def test_the_page_runs_every_benchmark() -> None:
 
     page = runpy.run_path(str(BENCHMARKS / "__main__.py"))
     helpers = {"__main__", "measure", "plots", "serving", "workloads", "traces", "optimum"}
-    helpers |= {"engine_replay"}  # part of replay
-    helpers |= {
-        "stream_reader",
-        "compile",
-        "soak",
-        "flood",
-        "event_loop",
-    }  # Not questions of a page: minutes each.
+    helpers |= {"engine_replay", "stream_reader"}  # parts of others
+    helpers |= {"compile", "event_loop", "flood", "online", "soak"}  # minutes each
     programs = {file.stem for file in BENCHMARKS.glob("*.py")} - helpers
     # Those for a GPU stand apart: docs/kernels.md says how to run them.
     assert {name for name in programs if not name.startswith("gpu")} == set(page["SHORT"])

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from radixkv import native
-from radixkv.attention import KVStore, Row, choose_backend, make_batch
+from radixkv.attention import AttentionBatch, KVStore, Row, choose_backend, make_batch
 from radixkv.attention.native_backend import NativeBackend
 from radixkv.model.blocks import FusedAdapter
-from radixkv.model.prepack import TILED_ROWS, PackedLinear, pack_linears, tiled
+from radixkv.model.prepack import PackedLinear, pack_linears, tiled
 from radixkv.model.quantize import quantize_linears, quantized
 from radixkv.model.whole_block import WholeBlock
 
@@ -128,31 +128,46 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken
 
 
-def steps(size: int = 4) -> list[list[Row]]:
-    """A prompt, a second one over its first blocks beside a chunk, and decodes of both."""
+SIZE, NUM_BLOCKS = 4, 120
+STEPS = 5
+
+
+def steps() -> list[AttentionBatch]:
+    """Prompts that share blocks, decodes, more tokens than are few, and what is there already."""
     first, second = np.arange(20, 8, -1, dtype=np.int32), np.arange(20, 8, -1, dtype=np.int32)
     second[3:] = np.arange(30, 39)
-    return [
+    third = np.arange(40, 80, dtype=np.int32)
+    fourth = np.concatenate((first[:4], np.arange(90, 94))).astype(np.int32)
+    rows = [
         [Row(first, 0, 17)],
-        [Row(first, 17, 9), Row(second, 3 * size, 7)],
-        [Row(first, 26, 1), Row(second, 3 * size + 7, 1)],
+        [Row(first, 17, 9), Row(second, 3 * SIZE, 7)],
+        [Row(first, 26, 1), Row(second, 3 * SIZE + 7, 1)],
+        [Row(third, 0, 140)],
     ]
+    batches = [make_batch(each, SIZE) for each in rows]
+    # The end of one is asked for again, and the other begins within a block: it has the first's
+    # token there, and gives it to another block in turn.
+    last = make_batch([Row(first, 25, 2), Row(fourth, 17, 5)], SIZE, keep=[False, True])
+    source, target, other = (SIZE * int(block) for block in (first[4], fourth[4], 100))
+    for pair in ((source, target), (target, other)):
+        last.copies.append((torch.tensor([pair[0]]), torch.tensor([pair[1]])))
+    return [*batches, last]
 
 
 def run(adapter: FusedAdapter) -> list[torch.Tensor]:
     dtype = adapter.model.dtype
-    store = KVStore(adapter.layers, 40, 4, dtype)
+    store = KVStore(adapter.layers, NUM_BLOCKS, SIZE, dtype)
     for cache in (*store.keys, *store.values):
         cache.fill_(torch.nan)
     backend = choose_backend(store)
     assert isinstance(backend, NativeBackend) == (dtype is torch.bfloat16)
     found = []
     with torch.inference_mode():
-        for rows in steps():
-            batch = make_batch(rows, 4)
+        for batch in steps():
             tokens = torch.from_numpy(batch.positions * 7 % 120)
             everything = torch.arange(batch.num_tokens)
             found.append(adapter.forward(backend, batch, tokens, everything))
+    assert bool(store.keys[0][100, 0].isfinite().all())
     return [*found, *store.keys, *store.values]
 
 
@@ -168,7 +183,7 @@ def test_same_bits_as_fused_blocks(
     try:
         taken = counted(monkeypatch)
         whole = run(adapter)
-        assert taken == [True] * (3 * 3)
+        assert taken == [True] * (STEPS * 3)
         monkeypatch.setattr(WholeBlock, "__call__", lambda *_: None)
         fused = run(adapter)
     finally:
@@ -192,7 +207,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Of all logits, over their spread."""
-    one, other = torch.cat(found[:3]).float(), torch.cat(expected[:3]).float()
+    one, other = torch.cat(found[:STEPS]).float(), torch.cat(expected[:STEPS]).float()
     return float((one - other).square().mean().sqrt() / other.std())
 
 
@@ -215,7 +230,7 @@ def test_int8(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         taken = counted(monkeypatch)
         whole = run(adapter)
-        assert taken == [True] * (3 * 3)
+        assert taken == [True] * (STEPS * 3)
         monkeypatch.setattr(WholeBlock, "__call__", lambda *_: None)
         fused = run(adapter)
     finally:
@@ -248,32 +263,22 @@ def test_blocks_of_another_shape_stay_fused(name: str, monkeypatch: pytest.Monke
     taken = counted(monkeypatch)
     run(adapter)
     adapter.close()
-    assert taken == [False] * (3 * 3)
+    assert taken == [False] * (STEPS * 3)
 
 
-@pytest.mark.parametrize("case", ["long", "float32", "not packed", "rows that do not write"])
-def test_steps_that_the_operator_does_not_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["float32", "not packed"])
+def test_blocks_that_the_operator_does_not_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(CONFIGS["llama"])
     if case == "float32":
         model = model.float()
     adapter = FusedAdapter(model)
     if case != "not packed":
         pack_linears(model)
-    store = KVStore(adapter.layers, 80, 4, model.dtype)
     taken = counted(monkeypatch)
-    tokens = TILED_ROWS + 1 if case == "long" else 20
-    rows = [Row(np.arange(40, dtype=np.int32), 0, tokens)]
-    keep = [True]
-    if case == "rows that do not write":
-        rows.append(Row(np.arange(40, dtype=np.int32), 19, 1))
-        keep.append(False)
-    batch = make_batch(rows, 4, keep=keep)
-    with torch.inference_mode():
-        ids = torch.from_numpy(batch.positions % 100)
-        logits = adapter.forward(choose_backend(store), batch, ids, torch.arange(len(ids)))
+    logits = run(adapter)[:STEPS]
     adapter.close()
-    assert taken == [False] * 3
-    assert bool(logits.isfinite().all())
+    assert taken == [False] * (STEPS * 3)
+    assert all(bool(each.isfinite().all()) for each in logits)
 
 
 def test_tiles_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
