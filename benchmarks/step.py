@@ -1,13 +1,15 @@
 """How near is a decode step to what the machine allows? One step of many rows, and its floor.
 
     python benchmarks/step.py [--rows 1,16,64] [--prefix 1500] [--threads 2] [--steps 20] [--int8]
+    python benchmarks/step.py --prompts 160,400,800,2048
 
 Rows decode behind a shared prefix, the demo model in bfloat16. Whole blocks ("blocks"), the fused
 blocks that they took the place of ("fused"), and two lower bounds, in turn: all weights, and keys
 and values once each, read as fast as a plain sum reads memory ("read"), and all of the step's
 matrix products by torch over oneDNN's own order of weights ("products"). The floor is the larger
 of these. Milliseconds, wall, medians; the step's CPU time beside it. With --int8, whole blocks over
-int8 weights take their turns too.
+int8 weights take their turns too. With --prompts, steps that compute a new prompt of so many tokens
+instead: whole blocks and fused ones, in turn.
 """
 
 from __future__ import annotations
@@ -127,6 +129,28 @@ def measure(llm: LLM, int8: LLM | None, rows: int, prefix: int, steps: int) -> l
     return line if int8 is None else [*line, wall["int8"], cpu["int8"]]
 
 
+def prompt_step(llm: LLM, tokens: int, number: int) -> tuple[float, float]:
+    """Milliseconds of the step that computes a prompt which nobody has had before."""
+    prompt = [(7919 * i + 104_729 * number) % 40_000 + 100 for i in range(tokens)]
+    llm.engine.add_request(prompt, SamplingParams(max_tokens=1))
+    times = timed(llm.engine.step)
+    assert not llm.engine.has_work, "it took more than a step"
+    return times
+
+
+def measure_prompts(llm: LLM, tokens: int, steps: int) -> list[Any]:
+    """One line of the table: medians and the best, in turn."""
+    blocks, in_parts = [], []
+    for turn in range(steps + 1):
+        blocks.append(prompt_step(llm, tokens, 2 * turn)[0])
+        with fused(llm):
+            in_parts.append(prompt_step(llm, tokens, 2 * turn + 1)[0])
+    blocks, in_parts = blocks[1:], in_parts[1:]
+    middle = statistics.median(blocks), statistics.median(in_parts)
+    best = min(blocks), min(in_parts)
+    return [str(tokens), *middle, *best, f"{best[1] / best[0]:.2f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default="1,16,64")
@@ -134,11 +158,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--int8", action="store_true")
+    parser.add_argument("--prompts", help="tokens of new prompts, in place of decode steps")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print_head()
     llm = LLM.demo(dtype="bfloat16", max_num_batched_tokens=4096)
+    if arguments.prompts:
+        rows = arguments.prompts.split(",")
+        lines = [measure_prompts(llm, int(tokens), arguments.steps) for tokens in rows]
+        head = ["tokens", "blocks", "fused", "blocks, best", "fused, best", "fused / blocks, best"]
+        print_table("A step that computes a prompt, ms", head, lines)
+        write_json(arguments.output, {"prompts": [dict(zip(head, x, strict=True)) for x in lines]})
+        return
     int8 = LLM.demo(quantization="int8", max_num_batched_tokens=4096) if arguments.int8 else None
     lines = [
         measure(llm, int8, int(rows), arguments.prefix, arguments.steps)
