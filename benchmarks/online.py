@@ -1,13 +1,14 @@
 """Is a server as fast as its own engine? Streaming chats over HTTP, and the same chats offline.
 
-    python benchmarks/online.py [--chats 64] [--tokens 64] [--turns 5] [--threads 1] [--output FILE]
+    python benchmarks/online.py [--chats 64] [--tokens 64] [--turns 15] [--threads 1]
 
 `radixkv serve` answers so many streaming chats at once, all behind the demo's system prompt, read
 by a process of their own; `LLM.chat` in this process answers the same ones. In turn, each turn with
 questions of its own; the demo model in bfloat16, answers of full length. The engine has `--threads`
 threads in both: on two cores, with one for the engine, the other is left to those who read.
-Seconds of wall time from the first request to the last token; by the median of the turns' ratios
-the server has so much of the engine's throughput.
+Seconds of wall time from the first request to the last token. Where the machine's clock moves, one
+turn says little: the server has so much of the engine's throughput by the median of the turns'
+ratios, and by the best of each.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ async def read_all(url: str, bodies: list[dict[str, Any]]) -> tuple[float, int]:
         )
         raw = await reader.read(-1)
         writer.close()
-        used = re.search(rb'"completion_tokens":(\d+)', raw)
+        used = re.search(rb'"completion_tokens": ?(\d+)', raw)
         assert used is not None, raw[-300:]
         assert b"[DONE]" in raw
         return int(used[1])
@@ -126,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--chats", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--read", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
@@ -159,8 +160,9 @@ def main() -> None:
         rows,
     )
     share = statistics.median(alone / over for over, alone in times)
-    print(f"\nby the median the server has {share:.1%} of its engine's throughput")
-    write_json(options.output, {"seconds": times, "share": share})
+    best = min(alone for _, alone in times) / min(over for over, _ in times)
+    print(f"\nthe server has {share:.1%} of its engine's throughput, by the best turns {best:.1%}")
+    write_json(options.output, {"seconds": times, "share": share, "share_of_best": best})
 
 
 if __name__ == "__main__":
