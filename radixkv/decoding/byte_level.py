@@ -71,7 +71,7 @@ class ByteLevelDetokenizer:
         Leave special tokens out of the text.
     """
 
-    __slots__ = ("_add", "_bytes", "_name", "_of_prompt", "_texts", "_waiting")
+    __slots__ = ("_add", "_bytes", "_name", "_shown", "_texts", "_waiting")
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class ByteLevelDetokenizer:
             end = self._spell(token) + end
         end = end[-LONGEST_UNFINISHED:]
         self._waiting = end[utf_8_decode(end, "replace", False)[1] :]
-        # The prompt's text ends with a U+FFFD for these bytes already.
-        self._of_prompt = bool(self._waiting)
+        # So many U+FFFD stand for these bytes at the end of the prompt's own text.
+        self._shown = len(self._waiting.decode(errors="replace"))
 
     def push(self, token_id: int) -> str:
         """Append a token and return the text that has become certain."""
@@ -108,15 +108,16 @@ class ByteLevelDetokenizer:
         data = self._waiting + self._spell(token_id)
         text, used = utf_8_decode(data, "replace", False)
         self._waiting = data[used:]
-        if self._of_prompt and used:
-            self._of_prompt = False
-            return text.removeprefix(REPLACEMENT)
+        if self._shown and used:
+            for _ in range(self._shown):
+                text = text.removeprefix(REPLACEMENT)
+            self._shown = 0
         return text
 
     def finish(self) -> str:
         """Return what still waits, with U+FFFD for a character that was never finished."""
-        text = "" if self._of_prompt else self._waiting.decode(errors="replace")
-        self._waiting, self._of_prompt = b"", False
+        text = self._waiting.decode(errors="replace")[self._shown :]
+        self._waiting, self._shown = b"", 0
         return text
 
     def copy(self) -> ByteLevelDetokenizer:

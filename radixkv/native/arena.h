@@ -15,6 +15,7 @@ class Arena {
  public:
   void reserve(size_t bytes) {
     if (bytes > size_) {
+      size_ = 0;  // If there is no more memory, nothing is here.
       room_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64)));
       TORCH_CHECK(room_ != nullptr, "out of memory");
       size_ = bytes;

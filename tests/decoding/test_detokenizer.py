@@ -153,6 +153,21 @@ def test_a_prompt_that_ends_within_a_character(split: int, any_bytes: Any, byte_
     assert stream(any_bytes, ids[: 2 + split], [byte_id(0x21)]) == "!"
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    prompt=st.lists(st.sampled_from([0x41, 0xE4, 0xBD, 0xED, 0xA0, 0xF0, 0x9F, 0xFF]), max_size=4),
+    text=st.text(st.sampled_from("aé你🎈"), max_size=4),
+)
+def test_a_prompt_that_ends_in_any_bytes(
+    prompt: list[int], text: str, by_bytes: Any, byte_id: Callable[[int], int]
+) -> None:
+    """Also in what a decoder waits for, though it never becomes a character: ED A0."""
+    context = [byte_id(byte) for byte in prompt]
+    out = [byte_id(byte) for byte in text.encode()]
+    before, after = whole(by_bytes, context), whole(by_bytes, context + out)
+    assert stream(by_bytes, context, out) == after[len(before) :]
+
+
 def test_a_byte_fallback_prompt_that_begins_and_ends_within_a_character(byte_fallback: Any) -> None:
     ids = [3 + byte for byte in ("你" * 12 + "好!").encode()]
     for start in range(3):
