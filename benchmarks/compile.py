@@ -44,11 +44,11 @@ def load(kind: str, frozen: bool) -> LLM:
     """The demo model, served in one of these ways."""
     with ExitStack() as changes:
         if kind != "blocks":
-            only = lambda model: [FunctionAdapter]  # noqa: E731
-            changes.enter_context(patch.object(adapter_module, "_kinds", only))
+            only = patch.object(adapter_module, "_kinds", return_value=[FunctionAdapter])
+            changes.enter_context(only)
         if kind == "compiled":
             # The compiler packs weights itself, and cannot read those that are packed.
-            changes.enter_context(patch.object(llm_module, "pack_linears", lambda model: 0))
+            changes.enter_context(patch.object(llm_module, "pack_linears", return_value=0))
         llm = LLM.demo(dtype="bfloat16", max_num_batched_tokens=4096)
     if kind == "compiled":
         # What attention does differs from step to step, and is compiled already.
