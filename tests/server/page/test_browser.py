@@ -329,7 +329,7 @@ def test_an_empty_page_says_what_will_stand_there(serve: Serve, page: Page) -> N
     page.until(lambda: page.one("#pool-note").text == "0.0 % of 12 blocks held")
     assert page.one("#tree-empty").is_displayed()
     assert page.one("#removed-empty").is_displayed()
-    for letter in "abc":
+    for letter in "abcd":
         finish(service, run(service, letter * 64, max_tokens=1))
     page.until(lambda: page.all("#removed li"))
     assert not page.one("#tree-empty").is_displayed()
