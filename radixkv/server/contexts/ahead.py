@@ -23,7 +23,7 @@ from radixkv.server.contexts.registry import Left, Standing
 Guess = tuple[Standing | None, Prepared | RequestError]
 """What was prepared, or why it is refused, for a context that stands so, or for any."""
 
-MOST_WAYS = 16
+MOST_WAYS = 8
 """Of more ways in which a context may stand none is followed: each costs a template's rendering."""
 
 
