@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -229,6 +230,72 @@ def test_behind_joined_texts_a_context_may_still_be_empty(
     assert caller.threads[:2] == ["radixkv-texts"] * 2  # Both ways; what is joined comes later.
     assert caller.threads[2:] == ["radixkv-engine"] * (not first)
     assert caller.tokens(empty) == in_process(caller.service.llm, *([] if first else ["b"]), "c")
+
+
+class Drawn:
+    """Operations drawn by chance, on a context and its branches, which numbers stand for."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.parents: dict[int, int | None] = {0: None}
+        self.open = {0}
+
+    def operation(self) -> tuple[int, str, Any]:
+        """A context, what is done with it, and what is given."""
+        chance = self.chance
+        one = chance.choice(sorted(self.open))
+        branches = [b for b in sorted(self.open) if self.parents[b] == one]
+        kind = chance.choice(["append"] * 4 + ["checkpoint", "rollback", "fork", "join"])
+        if kind == "append":
+            return one, kind, chance.choice([FIRST, NEXT, LAST, "a", "bc", "", [5, 6]])
+        if kind == "fork":
+            return one, kind, [len(self.parents) + n for n in range(chance.choice([1, 2, 3]))]
+        if kind == "join" and branches:
+            return one, kind, branches
+        return one, "rollback" if kind == "rollback" else "checkpoint", None
+
+    def note(self, one: int, kind: str, given: Any) -> None:
+        """It went well."""
+        if kind == "fork":
+            self.parents |= dict.fromkeys(given, one)
+            self.open |= set(given)
+        if kind == "join":
+            gone = set(given)
+            while more := {b for b in self.open - gone if self.parents[b] in gone}:
+                gone |= more
+            self.open -= gone
+
+
+def as_operation(ids: dict[int, str], one: int, kind: str, given: Any) -> dict[str, Any]:
+    if kind == "fork":
+        ids |= {branch: new_id() for branch in given}
+        body = {"n": len(given), "ids": [ids[branch] for branch in given]}
+    elif kind == "join":
+        scores = [(7 * branch) % 5 for branch in given]
+        body = {"branches": [ids[branch] for branch in given], "by": {"scores": scores}}
+    else:
+        body = {"content": given} if kind == "append" else {}
+    return {"context": ids[one], kind: body}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_list_says_what_its_operations_say_one_by_one(caller: Caller, seed: int) -> None:
+    drawn, done = Drawn(seed), []
+    alone = {0: caller.post("", content="")["id"]}
+    for _ in range(30):
+        operation = drawn.operation()
+        (told,) = caller.run(alone[0], as_operation(alone, *operation))
+        if "result" in told:
+            drawn.note(*operation)
+            done.append(operation)
+    together = {0: caller.post("", content="")["id"]}
+    caller.threads.clear()
+    told = caller.run(together[0], *(as_operation(together, *each) for each in done))
+    assert [each for each in told if "result" not in each] == []
+    assert set(caller.threads) <= {"radixkv-texts"}
+    for one in drawn.open:
+        assert caller.tokens(together[one]) == caller.tokens(alone[one])
+    assert len(done) > 10
 
 
 def test_of_too_many_ways_none_is_followed(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
