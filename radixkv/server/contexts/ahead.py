@@ -163,9 +163,7 @@ class Ahead:
             return _different(way._replace(first=first) for way in ways for first in _later(way))
         if body.mode == "all":
             return list(ways)
-        branches = [self._outlooks.get(branch) for branch in body.branches]
-        if not all(branch is not None and branch.ways for branch in branches):
-            return []
+        branches = (self._outlooks.get(branch) for branch in body.branches)
         return _different(way for branch in branches if branch is not None for way in branch.ways)
 
     def _guesses(self, content: Any, ways: Sequence[Standing]) -> list[Guess]:
