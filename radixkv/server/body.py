@@ -45,7 +45,7 @@ BODY_SECONDS = 60.0
 Schema = dict[str, Any]
 
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
-"""What only who knows it finds the same of; it is a part of names, and shown."""
+"""What is cached with a salt is found with the same salt alone."""
 
 
 class Body(BaseModel):
