@@ -7,12 +7,12 @@ import difflib
 import reprlib
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -43,6 +43,9 @@ BODY_SECONDS = 60.0
 """A body that has not come by then does not come."""
 
 Schema = dict[str, Any]
+
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
+"""What is cached with a salt is found with the same salt alone."""
 
 
 class Body(BaseModel):
@@ -113,6 +116,9 @@ def parsed(kind: type[B]) -> Callable[..., Coroutine[Any, Any, B]]:
         return body
 
     async def dependency(request: Request, service: TheService) -> B:
+        if (coding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+            # What is small when it comes may be gigabytes when it is unpacked.
+            raise HTTPException(415, f"bodies in {reprlib.repr(coding)} are not taken; send JSON")
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 raw = await request.body()

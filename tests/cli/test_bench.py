@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import os
@@ -23,10 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_server import Behaviour, fake_server
 
 from radixkv.cli.bench import datasets
+from radixkv.cli.bench.app import serve
 from radixkv.cli.bench.client import Record, server_sent, transcript
 from radixkv.cli.bench.driver import Run, arrivals
 from radixkv.cli.bench.report import lines_of, percentiles, summarize
 from radixkv.errors import ConfigError, RequestError
+from radixkv.server.config import ServerConfig
 from radixkv.workloads import demo_workload
 from radixkv.workloads.traces import HashTrace, read_trace
 from radixkv.workloads.words import WORDS, words_of
@@ -219,6 +222,11 @@ def test_what_is_no_url(inside: Inside, url: str) -> None:
     done = bench(inside, url, "--dataset", "chat", "--model", "m")
     assert done.returncode == 2
     assert "--url" in done.stderr
+
+
+def test_a_server_of_ours_is_asked_unless_told_otherwise() -> None:
+    url = inspect.signature(serve).parameters["url"].default
+    assert url == f"http://{ServerConfig.host}:{ServerConfig.port}"
 
 
 def test_a_server_that_is_not_there(inside: Inside) -> None:

@@ -286,7 +286,10 @@ def test_a_clean_log_passes(
     assert verdict["requests"] == 32
     done = inside("lint", str(tmp_path / "log.jsonl"), "-m", tokenizer, "--strict")
     assert done.returncode == 0
-    assert "Nothing keeps prompts that should share from sharing." in done.stdout
+    assert "Nothing keeps prompts that should share from sharing, or it costs each less than " in (
+        done.stdout
+    )
+    assert "--min-tokens (" in done.stdout
 
 
 def test_a_reply_that_is_the_same_is_no_fault(found: Callable[..., dict[str, Any]]) -> None:

@@ -315,6 +315,16 @@ def test_parts_of_text_and_null_fields(client: OpenAI) -> None:
     assert third.usage.prompt_tokens > second.usage.prompt_tokens
 
 
+def test_a_developers_message_is_a_systems(client: OpenAI) -> None:
+    first = client.chat.completions.create(messages=TALK, **GREEDY)
+    developer: list[Any] = [{**TALK[0], "role": "developer"}, *TALK[1:]]
+    second = client.chat.completions.create(messages=developer, **GREEDY)
+    assert second.choices[0].message.content == first.choices[0].message.content
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens
+
+
 def test_fields_that_change_nothing_are_taken(client: OpenAI) -> None:
     plain = client.chat.completions.create(messages=TALK, **GREEDY)
     dressed = client.chat.completions.create(

@@ -53,8 +53,30 @@ FILLED = {
     "max_completion_tokens": st.none(),
     "model": st.sampled_from([None, "tiny"]),
     "template": st.sampled_from(["{text}", "{index}{text}\n", ""]),
+    "checkpoint": st.just("here"),
 }
 """By the name of a field."""
+
+GENERATES = st.fixed_dictionaries(
+    {"max_tokens": st.integers(0, 6)},
+    optional={
+        "temperature": st.floats(-1, 3),
+        "top_p": st.floats(0, 1.5),
+        "top_k": st.integers(-1, 300),
+        "min_p": st.floats(0, 1),
+        "seed": st.integers(-1, 2**65),
+        "stop": st.sampled_from(["a", ["b", "c"], "", [""]]),
+        "logprobs": st.integers(-1, 21),
+        "prompt_logprobs": st.integers(-1, 3),
+        "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-120, 120)),
+        "repetition_penalty": st.floats(0, 3),
+        "regex": st.sampled_from(["[a-c]+", "("]),
+        "json_object": st.booleans(),
+        "stream": st.booleans(),
+        "n": st.integers(0, 2),
+    },
+)
+"""The document says no more of a context's generation than that it has fields."""
 
 
 def test_nothing_that_is_asked_for_is_answered_with_5xx(serve: Serve, long_run: bool) -> None:
@@ -92,6 +114,7 @@ def ask(client: httpx.Client, operation: Any, cases: int) -> Counter[int]:
     @given(drawn, st.data())
     def sent(case: Any, data: st.DataObject) -> None:
         opened = client.post("/v1/contexts", json={"content": "ab"}).json()["id"]
+        client.post(f"/v1/contexts/{opened}/checkpoint", json={"name": "here"})
         forked = client.post(f"/v1/contexts/{opened}/fork", json={"n": 2}).json()["branches"]
         known = {
             "context": st.just(opened),
@@ -101,7 +124,9 @@ def ask(client: httpx.Client, operation: Any, cases: int) -> Counter[int]:
         }
         case.path_parameters = filled(case.path_parameters, known, data)
         case.body = filled(case.body, known, data)
-        told = case.call()
+        if operation.label.endswith("/generate") and data.draw(st.booleans()):
+            case.body = data.draw(GENERATES)
+        told = case.call(timeout=60)  # An answer without an end in sight fills the context.
         statuses[told.status_code] += 1
         assert told.status_code < 500, case.as_curl_command()
         assert '"type":"server_error"' not in told.text, case.as_curl_command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -191,6 +192,27 @@ def test_large_bodies_are_413(url: str) -> None:
     told = httpx.post(f"{url}/v1/completions", content=parts())
     assert told.status_code == 413
     assert told.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_are_not_unpacked(url: str) -> None:
+    packed = gzip.compress(b'{"prompt": "a"}')
+    told = httpx.post(f"{url}/v1/completions", content=packed, headers={"Content-Encoding": "gzip"})
+    assert told.status_code == 415
+    assert told.json()["error"]["message"] == "bodies in 'gzip' are not taken; send JSON"
+    plain = {"Content-Encoding": "identity"}
+    body = {"prompt": "a", "max_tokens": 1}
+    assert httpx.post(f"{url}/v1/completions", json=body, headers=plain).status_code == 200
+
+
+@pytest.mark.parametrize(("salt", "words"), [("", "at least 1"), ("a" * 257, "at most 256")])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/v1/contexts", {"content": "a"})]
+)
+def test_salts_are_the_same_everywhere(
+    url: str, path: str, body: dict[str, Any], salt: str, words: str
+) -> None:
+    told = refused(url, path, body | {"cache_salt": salt})
+    assert (told["param"], words in told["message"]) == ("cache_salt", True)
 
 
 def test_a_body_that_does_not_come_is_408(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

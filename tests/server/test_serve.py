@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from clients import client_of, wait_for
 from typer.testing import CliRunner
 
 from radixkv.cli import main
+from radixkv.cli.serve import LoadingFlags, ServingFlags
 from radixkv.decoding import SamplingParams
 from radixkv.llm import LLM
 from radixkv.model.loading import LoadedModel
@@ -334,11 +337,43 @@ def test_an_empty_key_in_the_environment_is_refused(
     assert "RADIXKV_API_KEY holds an empty key" in capfd.readouterr().err
 
 
-def test_help_fits_a_screen_by_groups() -> None:
+def shown_help() -> list[str]:
     from radixkv.cli.app import app
 
     done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "80"})
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) <= 48
-    for name in ("Model", "Batches and cache", "Server", "--max-num-batched-tokens"):
-        assert any(name in line for line in lines)
+    return done.stdout.strip().splitlines()
+
+
+def test_help_fits_a_screen_by_groups() -> None:
+    lines = shown_help()
+    assert len(lines) <= 45
+    groups = [line.split()[1:-1] for line in lines if line.startswith("╭")]
+    assert [" ".join(words).rstrip(" ─") for words in groups] == [
+        "Arguments",
+        "Options",
+        "Model",
+        "Batches and cache",
+        "Server",
+        "Watching",
+    ]
+    rows = [line for line in lines if line.startswith("│")]
+    assert all(row.startswith(("│ --", "│   MODEL")) for row in rows)  # None takes two lines.
+
+
+def test_flags_have_vllms_names_and_are_documented() -> None:
+    flags = set(re.findall(r"│ (--[a-z-]+)", "\n".join(shown_help()))) - {"--help"}
+    alike = "host port dtype max-model-len max-num-seqs max-num-batched-tokens block-size"
+    alike += " kv-cache-dtype served-model-name api-key seed"
+    assert {f"--{name}" for name in alike.split()} < flags
+    page = Path(__file__).parents[2] / "docs" / "serving.md"
+    table = page.read_text().split("## Endpoints")[0]
+    assert {flag for flag in flags if f"`{flag}" not in table} == set()
+
+
+def test_what_can_be_set_has_a_flag() -> None:
+    kept = {"max_n", "max_contexts"}
+    settings = {field.name for field in fields(ServerConfig)} - kept
+    assert {field.name for field in fields(ServingFlags)} == settings
+    assert {field.name for field in fields(LoadingFlags)} < set(
+        inspect.signature(LLM.__init__).parameters
+    )

@@ -18,13 +18,13 @@ def _bench() -> None:
 
 @app.command()
 def serve(
-    url: Annotated[str, typer.Option(help="The server's, like http://127.0.0.1:8000.")],
     dataset: Annotated[
         Literal["chat", "trace", "shared-prefix"], typer.Option(help="What is asked.")
     ],
     file: Annotated[
         Path | None, typer.Argument(help="The trace.", exists=True, dir_okay=False)
     ] = None,
+    url: Annotated[str, typer.Option(help="The server's.")] = "http://127.0.0.1:8000",
     rate: Annotated[
         str, typer.Option(help="Requests a second, inf, or recorded (a trace's own times).")
     ] = "inf",

@@ -100,12 +100,15 @@ class Verdict:
         Of these an earlier prompt begins with, so that a cache without bounds shares them.
     unseen_tools : int
         Requests whose tools the model's template takes no notice of.
+    min_tokens : int
+        Less that a request could share did not matter.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
     shared_tokens: int = 0
     unseen_tools: int = 0
+    min_tokens: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -132,7 +135,7 @@ def lint(requests: Sequence[LoggedRequest], renderer: Renderer, min_tokens: int)
     RequestError
         If the model's template refuses one.
     """
-    verdict = Verdict(requests=len(requests))
+    verdict = Verdict(requests=len(requests), min_tokens=min_tokens)
     divergence, prompts = Divergence(WINDOW), []
     places: dict[tuple[object, ...], Finding] = {}
     for request in requests:
@@ -185,7 +188,10 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     if verdict.unseen_tools:
         say(f"{verdict.unseen_tools:,} have tools, which this model's template does not show.")
     if not verdict.findings:
-        say("Nothing keeps prompts that should share from sharing.")
+        say(
+            "Nothing keeps prompts that should share from sharing, or it costs each less than "
+            f"--min-tokens ({verdict.min_tokens})."
+        )
         return
     could = (verdict.shared_tokens + verdict.tokens_lost) / whole
     say(f"{could:.1%} if it were not for what follows ({verdict.tokens_lost:,} tokens):")
@@ -197,7 +203,8 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 def _lines(number: int, finding: Finding) -> list[str | Text]:
     place = f"in a {finding.role} message" if finding.role else "in the prompt"
-    mean = finding.tokens_lost / finding.requests
+    mean, rest = divmod(finding.tokens_lost, finding.requests)
+    each = f"about {finding.tokens_lost / finding.requests:,.0f}" if rest else f"{mean:,}"
     shown = [_short(value) for value in dict.fromkeys(finding.values)][:SHOWN_VALUES]
     more = "" if len(set(finding.values)) <= SHOWN_VALUES else ", …"
     words = Text("   …" + _flat(finding.before[-SHOWN_CHARACTERS:]))
@@ -209,7 +216,7 @@ def _lines(number: int, finding: Finding) -> list[str | Text]:
         f"against line {finding.earlier_lines[0]}",
         words,
         f"   {', '.join(shown)}{more}",
-        f"   {finding.requests:,} requests recomputed {mean:,.0f} tokens each, "
+        f"   {finding.requests:,} requests recomputed {each} tokens each, "
         f"{finding.tokens_lost:,} in all",
         f"   {finding.advice}",
     ]

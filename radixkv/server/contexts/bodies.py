@@ -21,7 +21,7 @@ from pydantic import (
 from radixkv.cache import DEFAULT_RETENTION, EPHEMERAL, Retention
 from radixkv.decoding import SamplingParams
 from radixkv.errors import RequestError
-from radixkv.server.body import Body
+from radixkv.server.body import Body, Salt
 
 # A client may choose ids, so that it can name a branch before the server has heard of it. They
 # must be as hard to guess as the server's own: 128 random bits.
@@ -72,7 +72,7 @@ class Open(Retained):
     """A new context."""
 
     content: Content = ""
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
 
 
 class Append(Body):

@@ -26,7 +26,7 @@ from radixkv.programs import Context, Host, Pending, majority
 from radixkv.programs.joining import By
 from radixkv.programs.joining import Majority as Vote
 from radixkv.server.contexts import bodies
-from radixkv.server.contexts.ahead import Ready, fitting, standing_of
+from radixkv.server.contexts.ahead import Guess, fitting, left_of
 from radixkv.server.contexts.answers import view_of
 from radixkv.server.contexts.registry import MAX_CHECKPOINTS, Entry
 
@@ -37,8 +37,15 @@ MOST_READ = 1 << 22
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 # These are carried out whatever failed before them: they only end things.
 ENDINGS = (bodies.Cancel, bodies.Close)
-# Behind these a context may be empty, or have other messages, where it was not or had not before.
-CHANGES = (bodies.Open, bodies.Append, bodies.Fork, bodies.Join, bodies.Rollback)
+# Behind these a context may be empty, or have other messages or checkpoints than before.
+CHANGES = (
+    bodies.Open,
+    bodies.Append,
+    bodies.Fork,
+    bodies.Join,
+    bodies.Checkpoint,
+    bodies.Rollback,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +64,7 @@ class Step:
         What a generation, score or choice is called by.
     namespace : tuple of str
         Of a context that is opened.
-    ready : sequence of (Standing or None, Prepared)
+    ready : sequence of Guess
         What it gives, tokenized before; see `Ahead`.
     result : dict or None
         What there was to be answered at once.
@@ -72,7 +79,7 @@ class Step:
     params: SamplingParams | None = None
     name: str = ""
     namespace: Namespace = ()
-    ready: Ready = ()
+    ready: Sequence[Guess] = ()
     result: dict[str, Any] | None = None
     pending: Pending[Any] | None = None
     error: Exception | None = None
@@ -113,7 +120,19 @@ class Workbench:
                     log.exception("an operation on a context has failed")
             if step.pending is not None:
                 made += step.pending.requests
+        self._note_what_is_left(steps)
         return made
+
+    @staticmethod
+    def _note_what_is_left(steps: Sequence[Step]) -> None:
+        changed: dict[Entry, None] = {}
+        for step in steps:
+            if step.entry is not None and isinstance(step.operand, CHANGES):
+                forked = step.others if isinstance(step.operand, bodies.Fork) else ()
+                changed |= dict.fromkeys((step.entry, *forked))
+        for entry in changed:
+            if entry.context is not None:
+                entry.left = left_of(entry.context, entry.marks)
 
     def _do(self, step: Step) -> None:
         if step.error is not None:
@@ -132,10 +151,6 @@ class Workbench:
             self._do_with(entry.context, step)
         elif not isinstance(step.operand, ENDINGS):
             raise ContextClosedError("the context has never been opened: that has failed")
-        if isinstance(step.operand, CHANGES):
-            for changed in (entry, *(step.others if isinstance(step.operand, bodies.Fork) else ())):
-                assert changed.context is not None
-                changed.standing = standing_of(changed.context)
 
     def _opened(self, step: Step, body: bodies.Open) -> Context:
         context = Context(self.host, namespace=step.namespace, retention=body.retention)
@@ -154,7 +169,8 @@ class Workbench:
             case bodies.Score():
                 step.pending = context.score(fitting(step.ready, context, body.content))
             case bodies.Choose():
-                step.pending = context.choose([prepared for _, prepared in step.ready])
+                options = zip(step.ready, body.options, strict=True)
+                step.pending = context.choose([fitting([it], context, own) for it, own in options])
             case bodies.Fork():
                 for branch, place in zip(context.fork(body.n), step.others, strict=True):
                     place.context = branch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -47,6 +47,21 @@ class Standing(NamedTuple):
     history: tuple[Message, ...] = ()
 
 
+class Left(NamedTuple):
+    """How the last operation left a context.
+
+    Attributes
+    ----------
+    standing : Standing
+    marks : mapping of str to (bool, int)
+        For its checkpoints, in order: whether it was empty there, and how many of the messages
+        were there.
+    """
+
+    standing: Standing
+    marks: Mapping[str, tuple[bool, int]] = {}
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A context as clients know it.
@@ -59,7 +74,7 @@ class Entry:
         Its checkpoints' names.
     pending : dict of str to Pending
         What runs on it, by the names that clients chose.
-    standing : Standing or None
+    left : Left or None
         How its context was left by the last operation.
     closed : bool
         Whether it was found to be closed, or never came to be.
@@ -70,7 +85,7 @@ class Entry:
     context: Context | None = None
     marks: dict[str, Checkpoint] = field(default_factory=dict)
     pending: dict[str, Pending[object]] = field(default_factory=dict)
-    standing: Standing | None = None
+    left: Left | None = None
     closed: bool = False
 
 
@@ -160,13 +175,13 @@ class Contexts:
             raise ContextClosedError(f"the context {reason}; open another")
         raise ContextNotFoundError(f"there is no context {context_id}")
 
-    def standings(self, owner: str | None, ids: Iterable[str]) -> dict[str, Standing]:
+    def left(self, owner: str | None, ids: Iterable[str]) -> dict[str, Left]:
         """How a caller's contexts were left, of those that are there."""
         found = ((name, self._entries.get(name)) for name in ids)
         return {
-            name: entry.standing
+            name: entry.left
             for name, entry in found
-            if entry is not None and entry.standing is not None and entry.tree.owner == owner
+            if entry is not None and entry.left is not None and entry.tree.owner == owner
         }
 
     def add_tree(self, owner: str | None, context_id: str) -> Entry:

@@ -18,7 +18,7 @@ from radixkv.server.contexts import bodies
 from radixkv.server.contexts.ahead import Ahead
 from radixkv.server.contexts.answers import add_text, result_of
 from radixkv.server.contexts.operations import ENDINGS, Step, Workbench, look_for_closed
-from radixkv.server.contexts.registry import Contexts, Standing, new_id
+from radixkv.server.contexts.registry import Contexts, Left, new_id
 from radixkv.server.openai.texts import characters_of, texts_of
 from radixkv.server.service import Service
 
@@ -119,8 +119,8 @@ async def begin(service: Service, owner: str | None, operations: bodies.Operatio
         If the engine has ended.
     """
     contexts = service.contexts
-    standings = contexts.standings(owner, {one.context for one in operations.operations})
-    steps = await service.on_texts(partial(_read, operations.operations, standings))
+    left = contexts.left(owner, _names(operations.operations))
+    steps = await service.on_texts(partial(_read, operations.operations, left))
     _find_all(service, owner, operations.operations, steps)
     trees = {step.entry.tree for step in steps if step.entry is not None}
     entries = [entry for tree in trees for entry in tree.open]
@@ -178,15 +178,19 @@ def _slots(service: Service, steps: Sequence[Step]) -> int:
     return slots
 
 
-def _read(
-    operations: Sequence[bodies.Operation], standings: Mapping[str, Standing], llm: LLM
-) -> list[Step]:
+def _names(operations: Sequence[bodies.Operation]) -> set[str]:
+    """Of all contexts that they concern."""
+    names = {one.context for one in operations}
+    return names.union(*(one.join.branches for one in operations if one.join is not None))
+
+
+def _read(operations: Sequence[bodies.Operation], left: Mapping[str, Left], llm: LLM) -> list[Step]:
     """A step for each, with what takes long: off the event loop, and off the engine's thread.
 
     Parameters are checked, their grammars compiled, and what contexts are given is tokenized.
     """
     steps = []
-    ahead = Ahead(llm, standings)
+    ahead = Ahead(llm, left)
     for operation in operations:
         step = Step(operation.operand, name=operation.name or new_id())
         steps.append(step)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from radixkv.server.body import Body
+from radixkv.server.body import Body, Salt
 
 MOST_LOGPROBS = 20
 MOST_BIASES = 1024
@@ -101,7 +101,7 @@ class SharedFields(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
 
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Salt | None = None
     cache_retention: Annotated[str | int | float, AfterValidator(_retention)] | None = None
 
     # None of these can change a result here.

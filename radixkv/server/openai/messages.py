@@ -11,6 +11,8 @@ from radixkv.errors import RequestError, UnsupportedParameterError
 
 Message = dict[str, Any]
 
+# Newer clients of OpenAI's call it so; templates know the older name.
+SYSTEM_TOO = "developer"
 # Passed on to the template as they are.
 KEPT = ("name", "tool_call_id", "reasoning_content")
 # What OpenAI's answers have beside it, so that they can be sent back; empty in ours.
@@ -31,7 +33,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _plain(where: str, message: Mapping[str, Any]) -> Message:
-    plain: Message = {"role": message.get("role")}
+    role = message.get("role")
+    plain: Message = {"role": "system" if role == SYSTEM_TOO else role}
     for name, value in message.items():
         if name == "role" or value is None or (name in EMPTY and not value):
             continue

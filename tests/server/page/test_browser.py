@@ -301,6 +301,43 @@ def test_a_thousand_nodes_fold_search_and_zoom(serve: Serve, page: Page) -> None
     page.until(lambda: len(page.names("node")) < 200)
 
 
+def test_finds_are_walked_and_can_be_read(serve: Serve, page: Page) -> None:
+    url, service = serve()
+    for text in ("a lighthouse at night", "the lighthouse keeper", "nothing of the kind"):
+        finish(service, run(service, text, max_tokens=1))
+    page.open(url)
+    page.until(lambda: len(page.names("node")) == 3)
+    for _ in range(5):
+        page.one("#zoom-out").click()
+    assert not page.one("#tree .label").is_displayed()
+    page.one("#search").send_keys("lighthouse", Keys.ENTER)
+    assert page.one("#tree-note").text == "2 found"
+    assert page.one("#tree .label").is_displayed()
+    first = page.focused()
+    page.press("n")
+    second = page.focused()
+    assert {first[:6], second[:6]} == {"a ligh", "the li"}
+    page.press("n")
+    assert page.focused() == first
+    page.press("N")
+    assert page.focused() == second
+
+
+def test_an_empty_page_says_what_will_stand_there(serve: Serve, page: Page) -> None:
+    url, service = serve(num_blocks=12)
+    page.open(url)
+    page.until(lambda: page.one("#pool-note").text == "0.0 % of 12 blocks held")
+    assert page.one("#tree-empty").is_displayed()
+    assert page.one("#removed-empty").is_displayed()
+    for letter in "abcd":
+        finish(service, run(service, letter * 64, max_tokens=1))
+    page.until(lambda: page.all("#removed li"))
+    assert not page.one("#tree-empty").is_displayed()
+    assert not page.one("#removed-empty").is_displayed()
+    # What is only cached can be taken at any time: nobody holds it.
+    assert page.one("#pool-note").text == "0.0 % of 12 blocks held"
+
+
 def faults(page: Page, axe: str) -> list[str]:
     """What axe finds that is serious or critical."""
     page.js(axe)

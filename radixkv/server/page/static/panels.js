@@ -167,6 +167,7 @@ export function showRemovals(part) {
 /** Once a second, too: times go on. */
 export function drawRemovals() {
   const now = serverNow();
+  byId("removed-empty").hidden = removals.length > 0;
   byId("removed").replaceChildren(...removals.slice(0, 60).map((its) => element("li", { title: its.text },
     element("span", { className: `badge ${its.reason}`, textContent: its.reason }),
     element("b", { textContent: count(its.blocks, "block") }),

@@ -30,7 +30,7 @@ export function update(part) {
     document.getElementById(`count-${name}`).textContent = whole(value);
   }
   document.getElementById("pool-note").textContent =
-    `${percent(1 - free / total)} of ${count(total, "block")} in use` +
+    `${percent((held + both) / total)} of ${count(total, "block")} held` +
     (pool.group > 1 ? `, ${pool.group} to a cell` : "");
   canvas.setAttribute("aria-label", `Pool of ${total} blocks: ${free} free, ${held} held by sequences alone, ` +
     `${cached} cached alone, ${both} held and cached`);

@@ -20,6 +20,7 @@ let byId = new Map();
 let current = null; // The item that has the one tab stop.
 let selected = null;
 let zoom = 1;
+const READABLE = 0.65; // The smallest zoom at which texts are read with ease.
 let pathOf = null;
 let letter = 6.7; // Width of one.
 const watchers = { select: () => {}, point: () => {} };
@@ -104,7 +105,7 @@ function draw() {
   if (selected && !byId.has(selected)) selected = null;
   const now = serverNow();
 
-  if (!before.size && drawing.width > scroller.clientWidth) zoom = Math.max(scroller.clientWidth / drawing.width, 0.65);
+  if (!before.size && drawing.width > scroller.clientWidth) zoom = Math.max(scroller.clientWidth / drawing.width, READABLE);
   scale();
   document.getElementById("tree-empty").hidden = drawing.items.length > 0;
   // Held ones last, so that they lie above the others' trunks.
@@ -243,10 +244,13 @@ export function search(text) {
   return sought ? drawing.matches : null;
 }
 
-/** From the search to the first find. */
-export function focusMatch() {
-  const first = drawing.items.find((item) => item.matches);
-  if (first) focus(first.id);
+/** To the first find from the search, then to the next or the one before; large enough to be read. */
+export function focusMatch(step = 0) {
+  const found = drawing.items.filter((item) => item.matches);
+  if (!found.length) return;
+  const at = found.findIndex((item) => item.id === current);
+  if (zoom < READABLE) setZoom(READABLE);
+  focus(found[step && at >= 0 ? (at + step + found.length) % found.length : 0].id);
 }
 
 function fold(item) {
@@ -320,6 +324,8 @@ function onKey(event) {
     ArrowLeft: () => { if (item.folds && item.unfolded && item.kind !== "root") fold(item); else if (item.parent) focus(item.parent.id); },
     Enter: () => select(item),
     " ": () => select(item),
+    n: () => focusMatch(1),
+    N: () => focusMatch(-1),
     "+": () => zoomBy(1.25),
     "-": () => zoomBy(0.8),
     "0": zoomToFit,
