@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +87,14 @@ class NativeBackend(TorchBackend):
 
     # The plan and the places of queries for which the reads were made.
     _last: tuple[AttentionPlan, Int64Array, Reads] | None = None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend.copy_blocks`."""
+        if not pairs:
+            return
+        stores = [*self.store.keys, *self.store.values]
+        sources, targets = torch.tensor(pairs).T.contiguous()
+        torch.ops.radixkv.copy_blocks(stores, sources, targets)
 
     def direct(self, layer: int, batch: AttentionBatch, span: Span) -> DirectLayer:
         """What a whole block needs of this layer."""

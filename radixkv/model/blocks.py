@@ -16,7 +16,7 @@ from torch import nn
 from radixkv.model.function_adapter import FunctionAdapter, paged_attention
 from radixkv.model.layers import Model
 from radixkv.model.operators import Gate, Norm, Rotary
-from radixkv.model.whole_block import WholeBlock
+from radixkv.model.whole_block import Chain, WholeBlock
 
 # Their forward functions were read, and differ in nothing but what `FusedBlock` looks at.
 FUSED_LAYERS = frozenset(
@@ -48,12 +48,13 @@ QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 class FusedBlock(nn.Module):
     """Takes the place of one decoder layer whose class stands in `FUSED_LAYERS`."""
 
-    def __init__(self, layer: Any, rotary: Rotary) -> None:
+    def __init__(self, layer: Any, rotary: Rotary, chain: Chain) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         # In a tuple, so that its parameters are no longer the model's.
         self._own = (layer,)
         self.rotary = rotary
+        self.chain = chain
         self.head_dim: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.rotates: bool = bool(getattr(attention, "use_rope", True))
@@ -110,9 +111,10 @@ class FusedBlock(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """As the layer's own forward, for one flattened row of tokens; (1, tokens, hidden)."""
+        whole = self.whole(hidden_states, position_embeddings)
+        if whole is not None:
+            return whole
         hidden = hidden_states[0]
-        if (output := self.whole(hidden, position_embeddings)) is not None:
-            return output[None]
         inputs = self.norm_before_attention(hidden) if self.norm_before_attention else hidden
         outputs = self._attend(inputs, attention_mask, position_embeddings)
         if self.norm_after_attention:
@@ -124,7 +126,9 @@ class FusedBlock(nn.Module):
         outputs = self.down_proj(self.gate(self.gate_up_proj(inputs)))
         if self.norm_after_mlp:
             outputs = self.norm_after_mlp(outputs)
-        return torch.add(hidden, outputs, alpha=self.residual_scale)[None]
+        output = torch.add(hidden, outputs, alpha=self.residual_scale)[None]
+        self.chain.note(self.whole, hidden_states, position_embeddings, output)
+        return output
 
     def _attend(
         self,
@@ -193,14 +197,14 @@ def can_fuse(model: Model) -> bool:
 
 def fuse_blocks(model: Model) -> None:
     """Replace the model's decoder layers of the llama shape: all of them, or none if that fails."""
-    rotary = Rotary()
+    rotary, chain = Rotary(), Chain()
     made: dict[nn.Module, FusedBlock] = {}  # A model may run through one layer several times.
     try:
         for layers in _layer_lists(model):
             for index, layer in enumerate(layers):
                 if _can_fuse(layer):
                     if layer not in made:
-                        made[layer] = FusedBlock(layer, rotary)
+                        made[layer] = FusedBlock(layer, rotary, chain)
                     layers[index] = made[layer]
     except BaseException:
         restore_blocks(model)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 @contextmanager
-def _answering(call: AttentionCall, step: _Step | None = None) -> Iterator[None]:
+def _answering(call: AttentionCall, step: Step | None = None) -> Iterator[None]:
     before = getattr(_running, "call", None), getattr(_running, "step", None)
     _running.call, _running.step = call, step
     try:
@@ -91,14 +92,21 @@ class _Call:
     span: Span
 
 
-class _Step:
-    """The step that is running, and how many attention calls it has come to."""
+class Step:
+    """The forward that is running, and how many attention calls it has come to.
+
+    Attributes
+    ----------
+    computed : int
+        How many of the next whole blocks have been computed already, by the one before them.
+    """
 
     def __init__(
         self, backend: AttentionBackend, batch: AttentionBatch, calls: Sequence[_Call]
     ) -> None:
         self.backend = backend
         self.batch = batch
+        self.computed = 0
         self._calls = calls
         self._next = 0
 
@@ -106,24 +114,25 @@ class _Step:
         self._next += 1
         return self._calls[self._next - 1]
 
-    def direct_layer(self) -> DirectLayer | None:
+    def direct_layers(self, most: int) -> list[DirectLayer]:
+        """What the next attention calls read and write, for whole blocks; they have been made.
+
+        As many as read alike, at most `most`. None, and nothing has been taken, if attention must
+        be asked for.
+        """
         if not isinstance(self.backend, NativeBackend):
-            return None
-        call = self._calls[self._next]
-        if not call.writes:
-            return None
-        self._next += 1
-        return self.backend.direct(call.store, self.batch, call.span)
+            return []
+        calls = self._calls[self._next : self._next + most]
+        alike = takewhile(lambda call: call.writes and call.span == calls[0].span, calls)
+        layers = [self.backend.direct(call.store, self.batch, call.span) for call in alike]
+        self._next += len(layers)
+        return layers
 
 
-def direct_layer() -> DirectLayer | None:
-    """What the next attention call of the running step reads and writes, for a whole block.
-
-    Whoever takes it has made that call. None, and nothing has been taken, if attention must be
-    asked for.
-    """
-    step: _Step | None = getattr(_running, "step", None)
-    return None if step is None else step.direct_layer()
+def running_step() -> Step | None:
+    """The step that is running; None while a model is only being looked at."""
+    step: Step | None = getattr(_running, "step", None)
+    return step
 
 
 class FunctionAdapter:
@@ -162,7 +171,7 @@ class FunctionAdapter:
         logit_tokens: torch.Tensor,
     ) -> torch.Tensor:
         """See `ModelAdapter.forward`."""
-        step = _Step(backend, batch, self._calls)
+        step = Step(backend, batch, self._calls)
 
         def call(
             module: Any,

@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 SOURCES = ("attention.cpp", "blocks.cpp", "layer.cpp", "weights.cpp")
 HEADERS = (
-    "arena.h", "bytes.h", "chunk.h", "elements.h", "merge.h", "multiply.h", "paged.h", "store.h",
-    "tasks.h", "team.h", "tiles.h", "vectors.h",
+    "arena.h", "block.h", "bytes.h", "chunk.h", "elements.h", "gather.h", "merge.h", "multiply.h",
+    "narrow.h", "paged.h", "softmax.h", "store.h", "tasks.h", "team.h", "tiles.h", "vectors.h",
+    "wide.h",
 )  # fmt: skip
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp")
 

@@ -6,6 +6,10 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
 #include "elements.h"
 
 namespace {
@@ -131,6 +135,35 @@ void write_kv(
   write(value, values);
 }
 
+// Copy blocks within each of a store's tensors; all sources are read first.
+void copy_blocks(at::TensorList stores, const at::Tensor& sources, const at::Tensor& targets) {
+  const int64_t pairs = sources.numel();
+  TORCH_CHECK(targets.numel() == pairs, "a target a source");
+  for (const at::Tensor* list : {&sources, &targets})
+    TORCH_CHECK(list->scalar_type() == at::kLong && list->is_contiguous(), "blocks");
+  const int64_t *from = sources.const_data_ptr<int64_t>(), *to = targets.const_data_ptr<int64_t>();
+  for (const at::Tensor& store : stores) {
+    TORCH_CHECK(store.dim() > 1 && store.is_contiguous(), "store");
+    for (int64_t i = 0; i < pairs; ++i)
+      TORCH_CHECK(
+          0 <= std::min(from[i], to[i]) && std::max(from[i], to[i]) < store.size(0), "block of ",
+          store.size(0));
+  }
+  at::parallel_for(0, stores.size(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<char> read;
+    for (int64_t index = begin; index < end; ++index) {
+      const at::Tensor& store = stores[index];
+      const int64_t bytes = store.stride(0) * store.element_size();
+      char* data = static_cast<char*>(store.mutable_data_ptr());
+      read.resize(pairs * bytes);
+      for (int64_t i = 0; i < pairs; ++i)
+        std::memcpy(read.data() + i * bytes, data + from[i] * bytes, bytes);
+      for (int64_t i = 0; i < pairs; ++i)
+        std::memcpy(data + to[i] * bytes, read.data() + i * bytes, bytes);
+    }
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(radixkv, library) {
@@ -141,6 +174,7 @@ TORCH_LIBRARY_FRAGMENT(radixkv, library) {
   library.def("rotate_(Tensor(a!) heads, Tensor cos, Tensor sin) -> ()");
   library.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> ()");
+  library.def("copy_blocks(Tensor(a!)[] stores, Tensor sources, Tensor targets) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(radixkv, CPU, library) {
@@ -148,4 +182,5 @@ TORCH_LIBRARY_IMPL(radixkv, CPU, library) {
   library.impl("silu_mul", &silu_mul);
   library.impl("rotate_", &rotate_);
   library.impl("write_kv", &write_kv);
+  library.impl("copy_blocks", &copy_blocks);
 }

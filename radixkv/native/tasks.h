@@ -88,8 +88,9 @@ inline std::vector<Task> cut(
   for (const Piece& p : pieces) {
     const int64_t of_head = p.tokens * p.keys();
     const int64_t fit = std::max<int64_t>(1, MAX_ROWS / padded(p.tokens * in.groups));
-    const int64_t step = of_head * in.kv_heads > most ? 1 : fit;
-    const int64_t parts = (of_head + most - 1) / most;
+    const bool apart = p.tokens * in.groups > TILE && of_head * in.kv_heads > most;
+    const int64_t step = apart ? 1 : std::min(fit, in.kv_heads);
+    const int64_t parts = (of_head * step + most - 1) / most;
     const int64_t chunks = (p.keys() + CHUNK - 1) / CHUNK;
     const int64_t keys = (chunks + parts - 1) / parts * CHUNK;
     for (int64_t key = p.first_key; key < p.end_key; key += keys) {

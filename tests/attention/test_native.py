@@ -53,6 +53,28 @@ def test_head_shapes(groups: int, key_dim: int, value_dim: int) -> None:
     check(Step.of(forest(groups, 4, depth=2, rows=5), 4, shape), attend(scale=0.1))
 
 
+@pytest.mark.parametrize("queries", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 3, 5, 7, 16])
+@pytest.mark.parametrize("kv_heads", [1, 3, 5, 18])
+def test_few_rows_of_several_heads_lie_in_one_tile(
+    kv_heads: int, groups: int, queries: int
+) -> None:
+    """Sets of heads that fill a tile, some that leave lanes free, and more than one set.
+
+    Scores grow with the position in one row, so that what was gathered of earlier chunks shrinks.
+    """
+    shape = Shape(kv_heads, groups, 64, 96, BF16)
+    rows = [
+        row._replace(table=row.table + 20 * i)
+        for i, row in enumerate(lone(length, 16, queries) for length in (5, 40, 150, 260))
+    ]
+    step = Step.of(rows, 16, shape)
+    check(step, attend(scale=0.1))
+    # Blocks lie backwards.
+    step.keys *= torch.linspace(3, 0.2, len(step.keys))[:, None, None]
+    check(step, attend(scale=0.2))
+
+
 @pytest.mark.parametrize("size", [1, 2, 16, 32])
 @pytest.mark.parametrize("depth", range(5))
 def test_forests(size: int, depth: int) -> None:
@@ -250,3 +272,20 @@ def test_the_operator_refuses_what_it_would_misread() -> None:
     ):
         with pytest.raises(RuntimeError):
             call(**changes)
+
+
+def test_copy_blocks_copies_all_layers_and_reads_all_sources_first() -> None:
+    layers = [LayerShape(1, 32, 64), LayerShape(3, 64, 32)]
+    backend = NativeBackend(KVStore(layers, 6, 4, BF16))
+    expected = KVStore(layers, 6, 4, BF16)
+    stores = [*backend.store.keys, *backend.store.values]
+    for found, copy in zip(stores, [*expected.keys, *expected.values], strict=True):
+        copy.copy_(found.normal_())
+    pairs = [(1, 2), (2, 4), (4, 1), (0, 5)]
+    backend.copy_blocks([])
+    backend.copy_blocks(pairs)
+    expected.copy_blocks(pairs)
+    for found, copy in zip(stores, [*expected.keys, *expected.values], strict=True):
+        assert torch.equal(found, copy)
+    with pytest.raises(RuntimeError, match="block of 6"):
+        backend.copy_blocks([(0, 6)])

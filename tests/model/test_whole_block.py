@@ -23,6 +23,7 @@ from transformers import (
 from radixkv import native
 from radixkv.attention import AttentionBatch, KVStore, Row, choose_backend, make_batch
 from radixkv.attention.native_backend import NativeBackend
+from radixkv.model import blocks
 from radixkv.model.blocks import FusedAdapter
 from radixkv.model.prepack import PackedLinear, pack_linears, tiled
 from radixkv.model.quantize import quantize_linears, quantized
@@ -126,6 +127,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(WholeBlock, "__call__", counting)
     return taken
+
+
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by how many blocks each call of the operator computes."""
+    found: list[int] = []
+    operator = torch.ops.radixkv.decoder_layers
+
+    def counting(hidden: torch.Tensor, weights: list[torch.Tensor], *others: Any) -> torch.Tensor:
+        found.append(len(weights) // 4)
+        output: torch.Tensor = operator(hidden, weights, *others)
+        return output
+
+    monkeypatch.setattr(torch.ops.radixkv, "decoder_layers", counting)
+    return found
 
 
 SIZE, NUM_BLOCKS = 4, 120
@@ -246,6 +261,84 @@ def test_int8(name: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
             module.weight.copy_(weight * scales[:, None])
     assert distance(whole, in_float32(exact)) < 1.3 * of_bfloat16
     assert 0.02 < distance(whole, plain) < 0.1
+
+
+# How many blocks one call computes: those that rotate, and those that read alike.
+AT_ONCE = {
+    "llama": [3],
+    "qwen2": [3],
+    "smollm3": [3, 1, 1],
+    "qwen2 with a window": [2, 3],
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_blocks_that_follow_each_other_are_computed_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = sum(AT_ONCE[name])
+    configs = CONFIGS | {
+        "smollm3": SmolLM3Config(**SMALL | {"num_hidden_layers": layers}),
+        "qwen2 with a window": Qwen2Config(
+            **SMALL | {"num_hidden_layers": layers},
+            use_sliding_window=True, sliding_window=9, max_window_layers=2,
+        ),
+    }  # fmt: skip
+    model = made(configs[name])
+    adapter = FusedAdapter(model)
+    pack_linears(model)
+    made_calls = calls(monkeypatch)
+    together = run(adapter)
+    assert made_calls == AT_ONCE[name] * STEPS
+    monkeypatch.setattr(WholeBlock, "followed_by", lambda *_: None)
+    adapter.close()
+    adapter = FusedAdapter(model)  # It has seen no block follow another.
+    pack_linears(model)
+    del made_calls[:]
+    alone = run(adapter)
+    assert made_calls == [1] * (layers * STEPS)
+    adapter.close()
+    for found, expected in zip(together, alone, strict=True):
+        assert_same(found, expected)
+
+
+def test_what_comes_between_two_blocks_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a layer that is not fused, for it is hooked, and a hook that returns a new tensor."""
+    model = made(CONFIGS["llama"])
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    adapter = FusedAdapter(model)
+    pack_linears(model)
+    made_calls = calls(monkeypatch)
+    run(adapter)
+    assert made_calls == [1, 1] * STEPS
+    adapter.close()
+
+    model = made(CONFIGS["llama"])
+    forward = blocks.FusedBlock.forward
+
+    def between(self: Any, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        return forward(self, hidden_states * 1, *others, **named)
+
+    monkeypatch.setattr(blocks.FusedBlock, "forward", between)
+    adapter = FusedAdapter(model)
+    pack_linears(model)
+    del made_calls[:]
+    run(adapter)
+    assert made_calls == [1, 1, 1] * STEPS
+    adapter.close()
+
+
+def test_a_block_that_is_followed_by_several_is_followed_by_none() -> None:
+    model = made(CONFIGS["llama"])
+    blocks.fuse_blocks(model)
+    first, second, third = (layer.whole for layer in model.model.layers)
+    first.followed_by(second)
+    first.followed_by(second)
+    assert first._next is second
+    first.followed_by(third)
+    assert first._next is None
+    first.followed_by(third)
+    assert first._next is None
 
 
 # Heads of 48: their projections fit into tiles, they do not.
