@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from radixkv_kernels.checks import check_paged_attention
-from radixkv_kernels.launch import interpreted, load_kernel, on_device, target_of
+from radixkv_kernels.launch import (
+    EXPONENTS,
+    interpreted,
+    load_kernel,
+    on_device,
+    strides_of,
+    target_of,
+)
 from radixkv_kernels.tiles import (
     MERGE_WARPS,
     Tile,
@@ -20,8 +27,6 @@ from radixkv_kernels.tiles import (
 from radixkv_kernels.worklist import WorkList
 
 Partials = tuple[Tensor, Tensor]
-
-EXPONENTS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
 
 def allocate_partials(work: WorkList, num_heads: int, value_dim: int) -> Partials:
@@ -206,8 +211,8 @@ def _attend(
     kernel[(kv_heads, row_tiles, len(work.items))](
         *(query, key_cache, value_cache, block_tables, positions, work.order),
         *(work.items, work.num_items, out, lse, *partials, *scales, float(scale)),
-        *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
-        *(block_tables.stride(0), *out.stride()[:2]),
+        *(*strides_of(query)[:2], *strides_of(key_cache)[:3], *strides_of(value_cache)[:3]),
+        *(block_tables.stride(0), *strides_of(out)[:2]),
         KV_HEADS=kv_heads,
         GROUP=group,
         KEY_DIM=key_dim,
@@ -234,7 +239,7 @@ def _merge(
     tile = merge_heads(heads, value_dim)
     kernel[(work.num_queries, -(-heads // tile))](
         *(*partials, work.merge_ptr, work.merge_idx, work.order, out, lse, sinks),
-        *out.stride()[:2],
+        *strides_of(out)[:2],
         NUM_HEADS=heads,
         VALUE_DIM=value_dim,
         HEADS=tile,

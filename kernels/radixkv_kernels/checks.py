@@ -24,7 +24,13 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
 ) -> None:
     """Refuse arguments that `write_kv` cannot take; slots stay unread, so that nothing waits.
 
@@ -38,13 +44,17 @@ def check_write_kv(
     num_blocks, block_size, *_ = _sizes("key_cache", key_cache, "(num_blocks, block_size, Hkv, D)")
     if 0 in (block_size, heads, key_dim, value_dim):
         raise ValueError("block_size, Hkv, D and Dv must be positive")
-    expected: tuple[Expected, ...] = (
+    cached = (*FLOATS, *QUANTIZED)
+    expected: list[Expected] = [
         ("key", key, (tokens, heads, key_dim), FLOATS),
         ("value", value, (tokens, heads, value_dim), FLOATS),
-        ("key_cache", key_cache, (num_blocks, block_size, heads, key_dim), FLOATS),
-        ("value_cache", value_cache, (num_blocks, block_size, heads, value_dim), FLOATS),
+        ("key_cache", key_cache, (num_blocks, block_size, heads, key_dim), cached),
+        ("value_cache", value_cache, (num_blocks, block_size, heads, value_dim), cached),
         ("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32)),
-    )
+    ]
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is not None:
+            expected.append((name, scale, (heads,), (torch.float32,)))
     _expect(expected)
     for name, tensor, _, _ in expected[2:]:
         _expect_contiguous(name, tensor)

@@ -165,14 +165,11 @@ class TritonBackend:
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
         store = self.store
-        new = (key, value)
-        caches = (store.keys[layer], store.values[layer])
-        if store.quantized:
-            # The kernel moves what is rounded here, two numbers at a time.
-            new = (store.kept("key", layer, key), store.kept("value", layer, value))
-            new = (_pairs(new[0].contiguous()), _pairs(new[1].contiguous()))
-            caches = (_pairs(caches[0]), _pairs(caches[1]))
-        write_kv(*new, *caches, slots)
+        write_kv(
+            *(key, value, store.keys[layer], store.values[layer], slots),
+            key_scale=store.scales.get(("key", layer)),
+            value_scale=store.scales.get(("value", layer)),
+        )
 
     def work_list(self, batch: AttentionBatch, key: WorkKey) -> WorkList:
         """The step's work list for layers of this kind; kept until the plan or its cuts change."""
@@ -230,11 +227,6 @@ def padded_tables(rows: Sequence[Row]) -> torch.Tensor:
     return torch.from_numpy(tables)
 
 
-def _pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits two by two, as a type that is moved as it is; (..., dim / 2)."""
-    return numbers.view(torch.float16)
-
-
 def _sent(work: WorkList, device: torch.device) -> WorkList:
     return replace(
         work,
@@ -257,8 +249,6 @@ def _refuse_unfit(store: KVStore) -> None:
                 f"the Triton kernels take heads up to {LARGEST_HEAD} wide, but layer {layer} has "
                 f"keys of {shape.key_dim} and values of {shape.value_dim}; use device='cpu'"
             )
-        if store.quantized and (shape.key_dim % 2 or shape.value_dim % 2):
-            raise ConfigError(f"kv_dtype='fp8' needs heads of even width, unlike layer {layer}'s")
     try:
         load_kernel("attention_jit", "attend_kernel", store.device)
     except (ImportError, RuntimeError) as error:

@@ -208,6 +208,36 @@ def test_a_layer_is_three_launches_at_most(
         assert launches == Counter(expected)
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_keys_and_values_are_rounded_by_the_launch_that_writes_them(
+    launches: Counter[str], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator of torch's before it: the kernel takes what the model made, of odd widths too."""
+    step = Step.of(forest(3, 4, depth=2, rows=4, queries=(1,)), 4, Shape(2, 2, 17, 9))
+    store = KVStore([LayerShape(2, 17, 9)], len(step.keys) // 4, 4, torch.float32, kv_dtype=kind)
+    store.scales["key", 0] = torch.tensor([0.5, 3.0])
+    expected = [store.kept("key", 0, step.key), store.kept("value", 0, step.value)]
+    for cache in (*store.keys, *store.values):
+        cache.zero_()
+    batch = step.batch(CUTS)
+    given: list[torch.Tensor] = []
+
+    def writing(*arguments: Any, **keywords: Any) -> None:
+        given.extend(arguments[:2])
+        radixkv_kernels.write_kv(*arguments, **keywords)
+
+    monkeypatch.setattr("radixkv.attention.triton_backend.write_kv", writing)
+    monkeypatch.setattr(store, "kept", None)
+    backend = TritonBackend(store, cost=CUTS)
+    backend.forward(attend(), batch, step.query, step.key, step.value)
+    assert launches["write_kv_kernel"] == 1
+    assert given[0] is step.key
+    assert given[1] is step.value
+    for cache, wanted in zip((store.keys[0], store.values[0]), expected, strict=True):
+        found = cache.view(torch.uint8).flatten(0, 1)[batch.slots]
+        assert torch.equal(found, wanted.view(torch.uint8))
+
+
 def test_work_lists_are_made_when_the_plan_or_its_cuts_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

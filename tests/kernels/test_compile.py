@@ -10,7 +10,10 @@ from radixkv_kernels import report
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 # Every kernel, dtype, head size and feature is in one of these.
-PLAIN = ["write bf16", "write fp32 to bf16", "copy i16", "merge bf16", "merge fp32"]
+PLAIN = [
+    *("write bf16", "write fp32 to bf16", "write bf16 to fp8e4nv", "write fp16 to fp8e5, scales"),
+    *("write bf16 to i8, scales", "copy i16", "merge bf16", "merge fp32"),
+]
 ATTENTION = [
     "attend bf16, D 64, 16 rows, order, ALiBi",
     "attend fp16, D 64, many rows, chunk",
@@ -96,7 +99,14 @@ def test_keys_and_values_come_sixteen_bytes_at_a_time(record, variant, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("variant", "least"),
-    [("write bf16", 4), ("copy i16", 2), ("merge bf16", 2), ("merge fp32", 2)],
+    [
+        ("write bf16", 4),
+        # What is read; 8 bits are half of that, and so is what a thread stores at a time.
+        ("write bf16 to fp8e4nv", 2),
+        ("write fp16 to fp8e5, scales", 2),
+        ("write bf16 to i8, scales", 2),
+        *(("copy i16", 2), ("merge bf16", 2), ("merge fp32", 2)),
+    ],
 )
 def test_sixteen_bytes_at_a_time(record, variant, target, least):
     assert record["wide"] >= least
