@@ -17,11 +17,11 @@ from radixkv_kernels.launch import (
     target_of,
 )
 from radixkv_kernels.tiles import (
-    MERGE_WARPS,
     Tile,
     choose_tile,
     launch_options,
     merge_heads,
+    merge_warps,
     width_of,
 )
 from radixkv_kernels.worklist import WorkList
@@ -244,5 +244,5 @@ def _merge(
         VALUE_DIM=value_dim,
         HEADS=tile,
         VALUE_WIDTH=width_of(value_dim),
-        num_warps=MERGE_WARPS,
+        num_warps=merge_warps(target_of(out.device)),
     )

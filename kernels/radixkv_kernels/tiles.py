@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MERGE_WARPS = 2
 MERGE_TILE = 1024
 
 
@@ -49,6 +48,12 @@ def merge_heads(num_heads: int, value_dim: int) -> int:
     """Heads that a program of `merge_kernel` merges: a power of two."""
     most = 1 << (num_heads - 1).bit_length()
     return max(1, min(most, MERGE_TILE // width_of(value_dim)))
+
+
+def merge_warps(target: str) -> int:
+    """Warps that hold `MERGE_TILE` at 16 bytes a lane: one load for each partial, so that several
+    partials are on their way at a time."""
+    return MERGE_TILE // (4 * (64 if target.startswith("gfx") else 32))
 
 
 # (bytes of a cached number, rows up to 16?, columns of the wider of K and V) -> tile.

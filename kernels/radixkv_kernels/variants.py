@@ -13,11 +13,11 @@ from radixkv_kernels.attention_jit import attend_kernel, merge_kernel
 from radixkv_kernels.kv_jit import copy_blocks_kernel, write_kv_kernel
 from radixkv_kernels.launch import EXPONENTS, WARPS, row_tile
 from radixkv_kernels.tiles import (
-    MERGE_WARPS,
     Tile,
     choose_tile,
     launch_options,
     merge_heads,
+    merge_warps,
     width_of,
 )
 
@@ -161,7 +161,7 @@ def merge(dtype: str, value_dim: int, *features: str) -> Variant:
     )
     return Variant(
         ", ".join([f"merge {dtype}", f"D {value_dim}", *features]),
-        lambda target: compile_for(target, source, num_warps=MERGE_WARPS),
+        lambda target: compile_for(target, source, num_warps=merge_warps(target)),
     )
 
 

@@ -362,6 +362,32 @@ def test_a_merge_of_one_partial_is_what_the_item_would_have_written(sinks, devic
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 8, 9])
+def test_any_number_of_partials_is_merged(parts, device):
+    """Four are loaded at a time; those behind the last are nobody's."""
+    scene = batch([40, 33], [1, 2], Geometry(3, 2), device=device)
+    bounds = [*range(0, 3 * parts, 3), TO_THE_END]
+    scene.reads = [
+        (first, count, row, *bounds[i : i + 2])
+        for first, count, row in ((0, 1, 0), (1, 2, 1))
+        for i in range(parts)
+    ]
+    check(scene, tile=SMALL)
+    check(scene, tile=SMALL, sinks=torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 1.0], device=device))
+
+
+def test_partials_without_a_key_change_no_bit(device):
+    """A run that only others see leaves one: where it stands among the others must not matter."""
+    scene = batch([64], [1], Geometry(3, 2), device=device)
+    seen = [(0, 1, 0, start, start + 8) for start in range(24, 64, 8)]
+    out, lse = attend(replace(scene, reads=seen), window=40, tile=SMALL)
+    for empty in (1, 2, 3):
+        unseen = [(0, 1, 0, 8 * i, 8 * i + 8) for i in range(empty)]
+        other, other_lse = attend(replace(scene, reads=unseen + seen), window=40, tile=SMALL)
+        assert torch.equal(other, out)
+        assert torch.equal(other_lse, lse)
+
+
 def test_launches_no_more_than_it_must(device, monkeypatch):
     merges = []
     merge = radixkv_kernels.attention._merge
