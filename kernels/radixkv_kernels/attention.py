@@ -78,7 +78,8 @@ def paged_attention(
     Parameters
     ----------
     query : Tensor
-        float32, float16 or bfloat16, last axis contiguous, shape (T, H, D), D and Dv up to 256.
+        float32, float16 or bfloat16, last axis contiguous, shape (T, H, D). D and Dv up to
+        512, in float32 up to 256.
     key_cache, value_cache : Tensor
         The query's dtype, float8_e4m3fn, float8_e5m2 or int8, the same for both, last axis
         contiguous, shapes (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv).

@@ -17,7 +17,8 @@ Expected: TypeAlias = tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-LARGEST_HEAD = 256
+# By the query's dtype: float32 is multiplied without matrix units, all of it in registers.
+LARGEST_HEAD = {torch.float32: 256, torch.float16: 512, torch.bfloat16: 512}
 # What a grid's last axis holds on NVIDIA's GPUs.
 LARGEST_GRID = 65535
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -127,8 +128,11 @@ def check_paged_attention(
     rows, most_blocks = _sizes("block_tables", block_tables, "(R, max_blocks)")
     if 0 in (block_size, kv_heads) or heads % kv_heads or not heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads")
-    if not (0 < key_dim <= LARGEST_HEAD and 0 < value_dim <= LARGEST_HEAD):
-        raise ValueError(f"D and Dv must be in [1, {LARGEST_HEAD}], got {key_dim} and {value_dim}")
+    most = LARGEST_HEAD.get(query.dtype, 0)
+    if most and not (0 < key_dim <= most and 0 < value_dim <= most):
+        raise ValueError(
+            f"D and Dv must be in [1, {most}] for {query.dtype}, got {key_dim} and {value_dim}"
+        )
     cache_dtypes = (query.dtype, *QUANTIZED)
     items, queries, count = len(work.items), work.num_queries, work.num_partials
     int32 = (torch.int32,)

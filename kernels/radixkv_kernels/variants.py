@@ -220,7 +220,8 @@ def covering() -> list[Variant]:
         attention("bf16", 80, 80, False, "bidirectional"),
         attention("bf16", 256, 256, False, "window", "softcap"),
         attention("bf16", 192, 128, True),
-        attention("fp32", 64, 64, False, "softcap"),
+        attention("bf16", 512, 512, True),
+        attention("fp32", 80, 80, False, "softcap"),
         attention("bf16", 128, 128, False, cache="fp8e4nv"),
         attention("fp16", 64, 64, False, cache="fp8e5"),
         attention("bf16", 128, 128, True, cache="i8"),
@@ -240,7 +241,7 @@ def everything() -> list[Variant]:
         *(
             attention(dtype, *size, many, cache=cache)
             for dtype, cache in dtypes
-            for size in sizes
+            for size in [*sizes, *([(512, 512)] if dtype != "fp32" else [])]
             for many in few_and_many
         ),
         *(

@@ -18,10 +18,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.attention.cost import ON_A_CPU, CostModel
+from radixkv.attention.cost import ON_A_CPU, CostModel, Int64Array
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,10 +244,14 @@ def _refuse_unfit(store: KVStore) -> None:
             f"for a model in {store.dtype}"
         )
     for layer, shape in enumerate(store.layers):
-        if max(shape.key_dim, shape.value_dim) > LARGEST_HEAD:
+        most = LARGEST_HEAD[store.dtype]
+        if max(shape.key_dim, shape.value_dim) > most:
+            half = LARGEST_HEAD[torch.bfloat16]
+            fits = max(shape.key_dim, shape.value_dim) <= half
             raise ConfigError(
-                f"the Triton kernels take heads up to {LARGEST_HEAD} wide, but layer {layer} has "
-                f"keys of {shape.key_dim} and values of {shape.value_dim}; use device='cpu'"
+                f"the Triton kernels take heads up to {most} wide in {store.dtype}, but layer "
+                f"{layer} has keys of {shape.key_dim} and values of {shape.value_dim}; use "
+                + ("dtype='bfloat16' or device='cpu'" if fits else "device='cpu'")
             )
     try:
         load_kernel("attention_jit", "attend_kernel", store.device)

@@ -18,6 +18,7 @@ import torch
 from radixkv_kernels import WorkList
 
 from radixkv.attention import AttentionBackend, AttentionBatch, TritonBackend
+from radixkv.attention.cost import ROUNDS
 from radixkv.attention.placement import refill
 from radixkv.attention.triton_backend import STEP, StepTensors, WorkKey, padded_tables
 from radixkv.engine.runner import ModelRunner
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 # Up to this size every power of two has a graph, from there on every multiple.
 STEP_OF_SIZES = 16
 # What a work list has room for. A forest has fewer inner nodes than leaves, and each is cut into
-# reads of some queries; reads that are cut into parts give every program two at the most.
-ITEMS_A_ROW, PARTIALS_A_ROW, PARTS_A_PROGRAM = 4, 8, 2
+# reads of some queries; reads that are cut into parts give every program a few at the most.
+ITEMS_A_ROW, PARTIALS_A_ROW, PARTS_A_PROGRAM = 4, 8, max(ROUNDS)
 
 
 class Graph(Protocol):

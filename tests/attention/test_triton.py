@@ -356,8 +356,9 @@ def test_an_invariant_backend_uses_one_tile_whatever_the_batch(
         (
             LayerShape(1, 512, 64),
             torch.float32,
-            "layer 1 has keys of 512",
+            "256 wide in torch.float32, but layer 1 has keys of 512 .* use dtype='bfloat16' or",
         ),
+        (LayerShape(1, 576, 512), torch.bfloat16, "layer 1 has keys of 576 .*; use device='cpu'"),
         (LayerShape(1, 8, 8), torch.float64, "no keys and values in torch.float64"),
     ],
 )

@@ -85,7 +85,7 @@ def attention_arguments():
         ({"value_cache": torch.zeros(5, 3, 2, 4)}, r"value_cache must have shape \(5, 2, 2, 4\)"),
         (
             {"query": torch.zeros(3, 4, 257), "key_cache": torch.zeros(5, 2, 2, 257)},
-            r"D and Dv must be in \[1, 256\], got 257 and 4",
+            r"D and Dv must be in \[1, 256\] for torch.float32, got 257 and 4",
         ),
         ({"value_cache": torch.zeros(5, 2, 2, 0)}, "got 8 and 0"),
         ({"block_tables": torch.zeros(2, 3)}, "block_tables must be one of"),

@@ -42,6 +42,8 @@ GEOMETRIES = {
     "one KV head for 20": Geometry(20, 1, 128, 128, 16, torch.bfloat16),
     "MLA": Geometry(4, 1, 192, 128, 16, torch.float16),
     "D 256": Geometry(2, 1, 256, 256, 16, torch.float32),
+    "D 512": Geometry(2, 1, 512, 512, 16, torch.bfloat16),
+    "D 320": Geometry(1, 1, 320, 272, 16, torch.float16, torch.float8_e4m3fn),
     "values wider than keys": Geometry(3, 1, 24, 40, 16, torch.float32),
     "blocks of 3": Geometry(2, 1, 16, 16, 3, torch.float32),
     "blocks of 1": Geometry(2, 1, 16, 16, 1, torch.float16),
