@@ -18,7 +18,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.attention.cost import ON_A_CPU, CostModel, Int64Array
+from radixkv.attention.cost import ON_A_CPU, CostModel
+from radixkv.attention.cost import Int64Array as Int64Array
 
 Int32Array = npt.NDArray[np.int32]
 
