@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ import pytest
 import radixkv_kernels.attention
 import radixkv_kernels.kv
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +33,7 @@ from radixkv.attention import (
     TritonBackend,
     make_batch,
     plan_reads,
+    triton_backend,
 )
 from radixkv.errors import ConfigError
 
@@ -45,6 +48,16 @@ UNSHARED = CostModel(per_item=10**9, tile=16)
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Whatever is allocated and not yet written is NaN: outputs, partials, stores."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def check(step: Step, attention: Any = None, *costs: CostModel) -> None:
@@ -345,6 +358,57 @@ def test_an_invariant_backend_uses_one_tile_whatever_the_batch(
     assert few == many
     assert few.rows > 16
     assert free is None
+
+
+def test_partial_outputs_take_no_more_memory_than_they_may(
+    monkeypatch: pytest.MonkeyPatch, launches: Counter[str]
+) -> None:
+    """Queries take turns, and no bit changes: an invariant prefill would need gigabytes else."""
+    step = Step.of(forest(4, 4, depth=2, rows=4, queries=(1, 9, 40)), 4, Shape(1, 2))
+    expected, _ = step.run(partial(TritonBackend, cost=FIXED), attend(), FIXED)
+    assert launches["attend_kernel"] == 1
+    monkeypatch.setattr(triton_backend, "PARTIALS_AT_ONCE", 30 * 4 * 2 * (1 + 16))
+    backend = TritonBackend(step.store(), cost=FIXED)
+    batch = step.batch(FIXED)
+    found = backend.forward(attend(), batch, step.query, step.key, step.value)
+    assert torch.equal(found.double(), expected)
+    works = backend.work_lists(batch, triton_backend.WorkKey(Span(), 2, 1))
+    assert len(works) > 2
+    assert max(work.num_partials for work in works) <= 30
+    assert launches["attend_kernel"] == 1 + len(works)
+    again = step.batch(FIXED)
+    assert torch.equal(backend.forward(attend(), again, step.query, step.key, step.value), found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    reads=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 12)), min_size=1),
+    most=st.integers(1, 40),
+)
+def test_turns_leave_every_query_its_reads(reads: list[tuple[int, int]], most: int) -> None:
+    items = np.array(
+        [(first, min(count, 12 - first), i, i, i + 1) for i, (first, count) in enumerate(reads)],
+        np.int64,
+    )
+    before = items.copy()
+
+    def served(lists: list[Any]) -> Counter[tuple[int, ...]]:
+        return Counter(
+            (query, *rest)
+            for its in lists
+            for first, count, *rest in its.tolist()
+            for query in range(first, first + count)
+        )
+
+    turns = triton_backend.in_turns(items, 12, most)
+    assert served(turns) == served([items])
+    assert np.array_equal(items, before)
+    for its in turns:
+        queries = {q for first, count, *_ in its.tolist() for q in range(first, first + count)}
+        assert its[:, 1].sum() <= most or len(queries) == 1
+    # All reads of a query are in one list.
+    owners = [{query for query, *_ in served([its])} for its in turns]
+    assert sum(map(len, owners)) == len(set().union(*owners))
 
 
 # --- What is refused. ---
