@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,12 @@ BACKENDS = [
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
+    # Whatever is allocated and not yet written is NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def store_of(step: Step, kind: torch.dtype, scales: tuple[float, float] | None = None) -> KVStore:

@@ -390,6 +390,47 @@ def test_partials_without_a_key_change_no_bit(device):
         assert torch.equal(other_lse, lse)
 
 
+def test_no_number_of_tokens_compiles_anything_new(device, monkeypatch):
+    """What the JIT looks at of each integer: whether it is 1, and whether 16 divides it."""
+    seen = []
+    load = radixkv_kernels.attention.load_kernel
+
+    class Recording:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **keywords):
+                integers = [x for x in arguments if isinstance(x, int)]
+                if len(integers) > 2:
+                    # The block tables' stride is not looked at.
+                    integers.pop(8)
+                seen.append([(x == 1, x % 16 == 0) for x in integers])
+                self.kernel[grid](*arguments, **keywords)
+
+            return launch
+
+    monkeypatch.setattr(
+        radixkv_kernels.attention, "load_kernel", lambda *args: Recording(load(*args))
+    )
+    monkeypatch.setattr(radixkv_kernels.attention, "interpreted", lambda kernel: True)
+    for tokens in (1, 2, 3):
+        scene = batch([40] * tokens, [1] * tokens, Geometry(3, 2), device=device)
+        scene.reads = [
+            (row, 1, row, *keys) for row in range(tokens) for keys in ((0, 8), (8, TO_THE_END))
+        ]
+        if tokens == 1:
+            # As a view may have it.
+            scene.query = scene.query.as_strided(scene.query.shape, (1, 16, 1))
+        check(scene)
+    assert len(seen) == 2 * 3
+    attends, merges = seen[::2], seen[1::2]
+    assert len(attends[0]) == 10
+    assert len(merges[0]) == 2
+    assert attends[0] == attends[1] == attends[2]
+    assert merges[0] == merges[1] == merges[2]
+
+
 def test_launches_no_more_than_it_must(device, monkeypatch):
     merges = []
     merge = radixkv_kernels.attention._merge
