@@ -70,7 +70,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     dtype: torch.dtype
-    folder: Path | None = None
+    folder: Path | None = field(default=None, repr=False)
 
 
 def load_model(
