@@ -1,6 +1,6 @@
-"""Is everything right on this GPU? To be run before anything is timed.
+"""Is everything right on this GPU, and about how fast? What a first session with one runs.
 
-    python benchmarks/gpu_checks.py [--tiny] [--minutes 9] [--output-dir DIR] [--parts NAME ...]
+    python benchmarks/gpu_checks.py [--tiny] [--minutes 7.8] [--output-dir DIR] [--parts NAME ...]
 
 Each part is a process of its own with its own time limit, so that one that hangs or breaks the
 device's context leaves the others alone:
@@ -10,8 +10,12 @@ device's context leaves the others alone:
 - engine: a tiny Llama in float32 gives Hugging Face's tokens, with and without CUDA graphs.
 - memcheck, racecheck: the small case under NVIDIA's compute-sanitizer.
 - benchmarks: both benchmarks at their tiny sizes, on the device.
-- kernels: all tests of `tests/kernels`, on the device.
-- compile: that all variants compile for all targets; needs no GPU, and takes minutes.
+- figures: the beginning of `gpu_kernels.py`: the card's bandwidth, and decodes.
+- constants: what the cost model's constants should be, and as many tiles as the time allows.
+- kernels: all tests of `tests/kernels`, on the device, in the time that is left.
+- compile: that all variants compile for all targets; only if asked for, since it needs no GPU.
+
+What comes before `kernels` is ended at limits that leave it two minutes.
 
 Without a GPU the first three run in Triton's interpreter, and the rest is left out: `make test` has
 it. Exit status 1 if a part failed or ran out of time.
@@ -37,6 +41,21 @@ from measure import print_table
 
 HERE = "benchmarks/gpu_checks.py"
 TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+MINUTES = 7.8
+# Seconds of each part. What comes before "kernels" leaves it two minutes of `MINUTES`.
+LIMITS = {
+    "small": 30,
+    "invariant": 30,
+    "engine": 45,
+    "memcheck": 45,
+    "racecheck": 35,
+    "benchmarks": 40,
+    "figures": 65,
+    "constants": 55,
+    "kernels": 300,
+    "compile": 300,
+}
+ONLY_IF_ASKED = {"compile"}
 # The end of a part's output that is kept.
 KEPT = 3000
 
@@ -67,7 +86,7 @@ def parts_of(tiny: bool, scratch: Path) -> dict[str, Part]:
     """What is run here, in this order."""
     python, pytest = sys.executable, [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     # Every test compiles kernels of its own, which takes longer than running them.
-    workers = min(8, os.cpu_count() or 1)
+    workers = min(12, os.cpu_count() or 1)
     spread = ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
     size = ["--tiny"] if tiny else []
     inner = {name: [python, HERE, "--inside", name, *size] for name in INSIDE}
@@ -81,33 +100,44 @@ def parts_of(tiny: bool, scratch: Path) -> dict[str, Part]:
     checked = {
         tool: Part(
             [[sanitizer or "", "--tool", tool, "--error-exitcode", "9", *case]],
-            120,
+            LIMITS[tool],
             uncached,
             absent,
         )
         for tool in ("memcheck", "racecheck")
     }
-    output = ["--tiny", "--output-dir", str(scratch.resolve())]
+    folder = ["--output-dir", str(scratch.resolve())]
+    output = ["--tiny", *folder]
+    kernels = [python, "benchmarks/gpu_kernels.py", *folder, *size]
     return {
-        **{name: Part([command], 120, {}) for name, command in inner.items()},
+        **{name: Part([command], LIMITS[name], {}) for name, command in inner.items()},
         **checked,
         "benchmarks": Part(
             [
                 [python, "benchmarks/gpu_kernels.py", *output],
                 [python, "benchmarks/gpu_engine.py", *output],
             ],
-            150,
+            LIMITS["benchmarks"],
             {},
             needs_gpu,
         ),
+        "figures": Part(
+            [[*kernels, "--parts", "decode", "shared", "--minutes", "0.9"]],
+            LIMITS["figures"],
+            {},
+            needs_gpu,
+        ),
+        "constants": Part(
+            [[*kernels, "--tune", "--minutes", "0.8"]], LIMITS["constants"], {}, needs_gpu
+        ),
         "kernels": Part(
             [[*pytest, *spread, "tests/kernels", f"--ignore={compile_tests}"]],
-            300,
+            LIMITS["kernels"],
             # On the device, or not at all.
             {"TRITON_INTERPRET": "0"},
             needs_gpu,
         ),
-        "compile": Part([[*pytest, compile_tests]], 300, {}, needs_gpu),
+        "compile": Part([[*pytest, compile_tests]], LIMITS["compile"], {}, needs_gpu),
     }
 
 
@@ -176,12 +206,13 @@ def small(tiny: bool) -> None:
                 problem = Problem(kind, rows, heads)
                 problem.run()
                 print(f"{kept}, {count} queries, {problem.kv_tokens}: {problem.check():.2g}")
-    store = make_pool(heads, 16 * 64)
-    for make, count in ((writing, 50), (copying, 20)):
-        move = make(store, count)
-        move.run()
-        if not move.is_right():
-            raise ArithmeticError(f"{make.__name__} went wrong")
+    for kept in (None, torch.float8_e4m3fn, torch.float8_e5m2):
+        store = make_pool(heads, 16 * 64, kv_dtype=kept)
+        for make, count in ((writing, 50), (copying, 20)):
+            move = make(store, count)
+            move.run()
+            if not move.is_right():
+                raise ArithmeticError(f"{make.__name__} went wrong in {store.kv_dtype}")
 
 
 def invariant(tiny: bool) -> None:
@@ -275,7 +306,7 @@ INSIDE: dict[str, Callable[[bool], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; 1 if one failed."""
-    parser = parser_of(__doc__ or "", minutes=9)
+    parser = parser_of(__doc__ or "", minutes=MINUTES)
     parser.add_argument("--parts", nargs="+", help="only these")
     parser.add_argument("--inside", choices=INSIDE, help=argparse.SUPPRESS)
     options = parsed(parser, arguments)
@@ -284,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         INSIDE[options.inside](options.tiny)
         return 0
     parts = parts_of(options.tiny, options.output_dir)
-    chosen = options.parts or list(parts)
+    chosen = options.parts or [name for name in parts if name not in ONLY_IF_ASKED]
     if unknown := sorted(set(chosen) - set(parts)):
         parser.error(f"no parts {unknown}; there are {', '.join(parts)}")
     deadline = Deadline(options.minutes)

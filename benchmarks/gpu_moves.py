@@ -22,7 +22,10 @@ class Move(NamedTuple):
 
 
 def writing(store: KVStore, num_tokens: int) -> Move:
-    """Keys and values of so many tokens into slots anywhere; every eighth token has none."""
+    """Keys and values of so many tokens into slots anywhere; every eighth token has none.
+
+    A store in 8 bits gets a scale for each KV head.
+    """
     shape = store.layers[0]
     caches = (store.keys[0], store.values[0])
     new = [
@@ -34,15 +37,23 @@ def writing(store: KVStore, num_tokens: int) -> Move:
     slots[::8] = -1
     slots = slots.to(DEVICE)
     kept = slots >= 0
+    scales = {}
+    if store.quantized:
+        store.scales["key", 0] = 0.01 * torch.arange(1.0, shape.kv_heads + 1, device=DEVICE)
+        store.scales["value", 0] = store.scales["key", 0].flip(0)
+        scales = {f"{side}_scale": store.scales[side, 0] for side in ("key", "value")}
+    expected = [store.kept("key", 0, new[0][kept]), store.kept("value", 0, new[1][kept])]
 
     def is_right() -> bool:
-        pairs = zip(caches, new, strict=True)
         return all(
-            torch.equal(cache.flatten(0, 1)[slots[kept]], rows[kept]) for cache, rows in pairs
+            torch.equal(_words(cache).flatten(0, 1)[slots[kept]], _words(rows))
+            for cache, rows in zip(caches, expected, strict=True)
         )
 
-    moved = sum(rows[kept].numel() * rows.element_size() for rows in new)
-    return Move(lambda: write_kv(*new, *caches, slots), 2 * moved, is_right)
+    moved = sum(
+        rows.numel() * (store.dtype.itemsize + store.kv_dtype.itemsize) for rows in expected
+    )
+    return Move(lambda: write_kv(*new, *caches, slots, **scales), moved, is_right)
 
 
 def copying(store: KVStore, num_blocks: int) -> Move:
@@ -54,9 +65,15 @@ def copying(store: KVStore, num_blocks: int) -> Move:
 
     def is_right() -> bool:
         return all(
-            torch.equal(cache[targets.to(DEVICE)], cache[sources.to(DEVICE)]) for cache in caches
+            torch.equal(_words(cache)[targets.to(DEVICE)], _words(cache)[sources.to(DEVICE)])
+            for cache in caches
         )
 
     each = sum(cache[0].numel() * cache.element_size() for cache in caches)
     host = (sources.tolist(), targets.tolist())
     return Move(lambda: copy_blocks(caches, *host), 2 * num_blocks * each, is_right)
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits as bytes: not every operator knows them."""
+    return numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers

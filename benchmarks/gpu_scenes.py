@@ -101,7 +101,10 @@ class Problem:
         batch = make_batch(rows, BLOCK_SIZE, cost=backend.cost)
         self.heads, self.tile, self.rows = heads, tile, batch.rows
         self.kv_tokens = batch.kv_tokens()
-        self.work: WorkList = backend.work_list(batch, WorkKey(FULL, heads.query, heads.kv))
+        works = backend.work_lists(batch, WorkKey(FULL, heads.query, heads.kv))
+        if len(works) > 1:
+            raise ValueError("the partial outputs of this problem are too many for one launch")
+        self.work: WorkList = works[0]
         self.step = step_tensors(batch, DEVICE)
         self.positions = batch.positions
         shape = (len(rows), rows[0].num_queries, heads.query, heads.dim)

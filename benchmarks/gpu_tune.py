@@ -1,6 +1,7 @@
-"""Tiles timed around the committed table, for the GPU that is here.
+"""Tiles timed around the committed table, and what `radixkv.attention.cost` says of a GPU.
 
-From the table's entry one number at a time is changed, and what is faster is kept, until nothing
+The cost model's constants are derived from data sheets; here each is measured. Of the tiles, from
+the table's entry one number at a time is changed, and what is faster is kept, until nothing
 is. What a tile computes is checked against float64 before its time counts.
 """
 
@@ -12,13 +13,18 @@ from typing import Any
 
 import torch
 from gpu import DEVICE, Clock, Deadline, Report
-from gpu_scenes import Heads, Problem, make_pool, make_rows
+from gpu_scenes import NEVER, Heads, Problem, make_pool, make_rows
 from radixkv_kernels import Tile
 from radixkv_kernels.launch import target_of
 from radixkv_kernels.tiles import choose_tile, width_of
 
 from radixkv.attention import KVStore, Row, TritonBackend
-from radixkv.attention.cost import PROGRAMS_A_PROCESSOR, on_a_gpu
+from radixkv.attention.cost import (
+    GPU_PER_PROGRAM,
+    GPU_PER_QUERY,
+    PROGRAMS_A_PROCESSOR,
+    on_a_gpu,
+)
 
 # What is tried beside the table's value of each.
 CHOICES: dict[str, tuple[int, ...]] = {
@@ -32,6 +38,9 @@ TINY_CHOICES: dict[str, tuple[int, ...]] = {"tokens": (16, 32)}
 # A tile must be faster by this much to take the table's place: less is noise.
 MARGIN = 1.02
 PROGRAMS = (1, 2, 3, 4)
+# From which prefix on sharing pays is looked for among these, for so many rows.
+PREFIXES, SHARING_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 512), (2, 8, 32, 128)
+TINY_PREFIXES, TINY_ROWS = (32, 64), (2,)
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,17 @@ def tune(report: Report, clock: Clock, deadline: Deadline, tiny: bool) -> int:
     """Go through the entries, as far as the time goes; how many failed."""
     report.set("target", target_of(DEVICE))
     failures = 0
+    for name, measure in (
+        ("sharing", _sharing),
+        ("start", _start),
+        ("programs_a_processor", _programs),
+    ):
+        try:
+            report.add(name, measure(clock, deadline, tiny))
+        except Exception as error:  # of a kernel that is wrong, or a card without the room
+            failures += 1
+            report.add(name, {"failed": f"{type(error).__name__}: {error}"[:300]})
+            print(f"{name} failed: {error}", flush=True)
     for entry in TINY_ENTRIES if tiny else ENTRIES:
         if deadline.passed(f"entry {entry.name}", 0 if tiny else 20):
             break
@@ -85,8 +105,68 @@ def tune(report: Report, clock: Clock, deadline: Deadline, tiny: bool) -> int:
         print(record.get("paste", record), flush=True)
         if "paste" in record:
             print(f"    x{record['speed_up']:.3f} over {record['table']}", flush=True)
-    report.add("programs_a_processor", _programs(clock, deadline, tiny))
     return failures
+
+
+def _us(backend: TritonBackend, rows: list[Row], heads: Heads, clock: Clock) -> float:
+    """Microseconds of a problem whose output was checked."""
+    problem = Problem(backend, rows, heads)
+    problem.run()
+    problem.check()
+    return clock.time(problem.run).us
+
+
+def _sharing(clock: Clock, deadline: Deadline, tiny: bool) -> dict[str, Any]:
+    """From which prefix on rows are read faster together: what `GPU_PER_QUERY` should be."""
+    entry = (TINY_ENTRIES if tiny else ENTRIES)[0]
+    store, own = _store(entry), 16 if tiny else 256
+    base = TritonBackend(store).cost
+    together = TritonBackend(store, cost=replace(base, per_item=0, per_query=0))
+    apart = TritonBackend(store, cost=replace(base, per_item=NEVER))
+    found: dict[str, Any] = {"now": GPU_PER_QUERY, "rows": {}}
+    for count in TINY_ROWS if tiny else SHARING_ROWS:
+        times = {}
+        for prefix in TINY_PREFIXES if tiny else PREFIXES:
+            if deadline.passed(f"sharing of {prefix} tokens by {count} rows"):
+                break
+            rows = make_rows(store, batch=count, own=own, prefix=prefix)
+            pair = [_us(kind, rows, entry.heads, clock) for kind in (together, apart)]
+            times[prefix] = {"together": pair[0], "apart": pair[1]}
+        # Behind the longest that did not pay: noise must not decide.
+        slower = [prefix for prefix, us in times.items() if us["together"] > us["apart"]]
+        pays_from = next((p for p in times if p > max(slower, default=0)), None)
+        each = None if pays_from is None else (count - 1) * pays_from / count
+        found["rows"][str(count)] = {"pays_from": pays_from, "per_query": each, "us": times}
+        print(f"{count} rows share from {pays_from} tokens on: GPU_PER_QUERY {each}", flush=True)
+    return found
+
+
+def _start(clock: Clock, deadline: Deadline, tiny: bool) -> dict[str, Any]:
+    """How many keys a program could read while it starts: what `GPU_PER_PROGRAM` should be.
+
+    A second round of programs costs their start and their keys; what keys cost is known from
+    longer reads.
+    """
+    entry = (TINY_ENTRIES if tiny else ENTRIES)[0]
+    store, heads = _store(entry), entry.heads
+    base = TritonBackend(store).cost
+    uncut = TritonBackend(store, cost=replace(base, programs=0))
+    count = max(1, base.programs // heads.kv)
+    short, long = (8, 24) if tiny else (256, 1280)
+    if deadline.passed("the start of programs"):
+        return {"now": GPU_PER_PROGRAM, "left_out": "out of time"}
+    us = {
+        name: _us(uncut, make_rows(store, batch=rows, own=own), heads, clock)
+        for name, rows, own in (
+            ("one round", count, short),
+            ("two rounds", 2 * count, short),
+            ("longer reads", count, long),
+        )
+    }
+    a_key = (us["longer reads"] - us["one round"]) / (long - short)
+    keys = (us["two rounds"] - us["one round"]) / a_key - short if a_key > 0 else None
+    print(f"a program starts in the time of {keys} keys, now {GPU_PER_PROGRAM}", flush=True)
+    return {"now": GPU_PER_PROGRAM, "us": us, "us_a_key": a_key, "keys": keys}
 
 
 def _tuned(

@@ -33,6 +33,7 @@ from radixkv.errors import RequestError
 from radixkv.inputs import Conversation, Prompt, as_conversations, as_prompts, params_for
 from radixkv.memory import parse_memory
 from radixkv.model.adapter import adapt
+from radixkv.model.kv_scales import read_kv_scales, take_scales
 from radixkv.model.loading import LoadedModel, load_on, render_chat
 from radixkv.model.prepack import pack_linears, unpack_linears
 from radixkv.model.quantize import check_quantization, quantize_linears
@@ -63,7 +64,9 @@ class LLM:
         Memory for keys and values, like "2GiB"; "auto" takes up to a quarter of what is available,
         and on a GPU all that the largest step leaves, but for `HEADROOM`.
     kv_dtype : str
-        What keys and values are kept in: "auto" (the model's dtype), "fp8" (e4m3) or "fp8_e5m2".
+        What keys and values are kept in: "auto" (the model's dtype), "fp8" (e4m3, with the scales
+        that a checkpoint brings, else as they are: beyond 448 they become 448) or "fp8_e5m2" (one
+        bit less, up to 57,344).
     quantization : str, optional
         "int8" keeps linear layers' weights in 8 bits and computes in bfloat16: on CPUs with AMX
         and the compiled operators, of models not loaded yet. `close` leaves them rounded so.
@@ -148,6 +151,9 @@ class LLM:
                 max_len=length,
                 config=engine_config,
             )
+            # For e5m2 they would do nothing: it has room for any key.
+            if stored is torch.float8_e4m3fn and model.folder is not None:
+                take_scales(store, read_kv_scales(model.folder))
             if quantization is not None:
                 quantize_linears(model.model)
             pack_linears(model.model)

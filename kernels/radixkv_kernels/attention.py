@@ -8,20 +8,25 @@ import torch
 from torch import Tensor
 
 from radixkv_kernels.checks import check_paged_attention
-from radixkv_kernels.launch import interpreted, load_kernel, on_device, target_of
+from radixkv_kernels.launch import (
+    EXPONENTS,
+    interpreted,
+    load_kernel,
+    on_device,
+    strides_of,
+    target_of,
+)
 from radixkv_kernels.tiles import (
-    MERGE_WARPS,
     Tile,
     choose_tile,
     launch_options,
     merge_heads,
+    merge_warps,
     width_of,
 )
 from radixkv_kernels.worklist import WorkList
 
 Partials = tuple[Tensor, Tensor]
-
-EXPONENTS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 
 
 def allocate_partials(work: WorkList, num_heads: int, value_dim: int) -> Partials:
@@ -73,7 +78,8 @@ def paged_attention(
     Parameters
     ----------
     query : Tensor
-        float32, float16 or bfloat16, last axis contiguous, shape (T, H, D), D and Dv up to 256.
+        float32, float16 or bfloat16, last axis contiguous, shape (T, H, D). D and Dv up to
+        512, in float32 up to 256.
     key_cache, value_cache : Tensor
         The query's dtype, float8_e4m3fn, float8_e5m2 or int8, the same for both, last axis
         contiguous, shapes (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv).
@@ -206,8 +212,8 @@ def _attend(
     kernel[(kv_heads, row_tiles, len(work.items))](
         *(query, key_cache, value_cache, block_tables, positions, work.order),
         *(work.items, work.num_items, out, lse, *partials, *scales, float(scale)),
-        *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
-        *(block_tables.stride(0), *out.stride()[:2]),
+        *(*strides_of(query)[:2], *strides_of(key_cache)[:3], *strides_of(value_cache)[:3]),
+        *(block_tables.stride(0), *strides_of(out)[:2]),
         KV_HEADS=kv_heads,
         GROUP=group,
         KEY_DIM=key_dim,
@@ -234,10 +240,10 @@ def _merge(
     tile = merge_heads(heads, value_dim)
     kernel[(work.num_queries, -(-heads // tile))](
         *(*partials, work.merge_ptr, work.merge_idx, work.order, out, lse, sinks),
-        *out.stride()[:2],
+        *strides_of(out)[:2],
         NUM_HEADS=heads,
         VALUE_DIM=value_dim,
         HEADS=tile,
         VALUE_WIDTH=width_of(value_dim),
-        num_warps=MERGE_WARPS,
+        num_warps=merge_warps(target_of(out.device)),
     )

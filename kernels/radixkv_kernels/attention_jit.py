@@ -305,6 +305,39 @@ def attend_kernel(
         )
 
 
+@triton.jit
+def partial_lses(
+    partial_lse_ptr: tl.tensor,
+    merge_idx_ptr: tl.tensor,
+    index: tl.tensor,
+    end: tl.tensor,
+    head: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+) -> tl.tensor:
+    """Log-sum-exps (HEADS,) of a query's partial; behind its last one, those of nothing at all."""
+    partial = tl.load(merge_idx_ptr + tl.minimum(index, end - 1)).to(tl.int64)
+    there = head < tl.where(index < end, NUM_HEADS, 0)
+    return tl.load(partial_lse_ptr + partial * NUM_HEADS + head, mask=there, other=float("-inf"))
+
+
+@triton.jit
+def partial_outputs(
+    partial_ptr: tl.tensor,
+    merge_idx_ptr: tl.tensor,
+    index: tl.tensor,
+    end: tl.tensor,
+    head: tl.tensor,
+    column: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Outputs (HEADS, VALUE_WIDTH) of a query's partial; behind its last one, zeros."""
+    partial = tl.load(merge_idx_ptr + tl.minimum(index, end - 1)).to(tl.int64)
+    row = (partial * NUM_HEADS + head)[:, None] * VALUE_DIM
+    there = (head < tl.where(index < end, NUM_HEADS, 0))[:, None] & (column < VALUE_DIM)[None, :]
+    return tl.load(partial_ptr + row + column[None, :], mask=there, other=0.0)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=["merge_ptr_ptr", "merge_idx_ptr", "order_ptr", "sink_ptr"]
 )
@@ -333,24 +366,45 @@ def merge_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = head < NUM_HEADS
     column = tl.arange(0, VALUE_WIDTH)
-    mask = live[:, None] & (column < VALUE_DIM)[None, :]
 
+    # Four at a time are loaded before any is added: one after the other, each would wait for memory
+    # by itself. They are added one by one, so that a partial without a key changes no bit wherever
+    # it stands.
     top = tl.full((HEADS,), NOTHING, tl.float32)
-    for i in range(begin, end):
-        partial = tl.load(merge_idx_ptr + i).to(tl.int64) * NUM_HEADS + head
-        top = tl.maximum(top, tl.load(partial_lse_ptr + partial, mask=live, other=NOTHING))
+    for i in range(begin, end, 4):
+        a = partial_lses(partial_lse_ptr, merge_idx_ptr, i, end, head, NUM_HEADS)
+        b = partial_lses(partial_lse_ptr, merge_idx_ptr, i + 1, end, head, NUM_HEADS)
+        c = partial_lses(partial_lse_ptr, merge_idx_ptr, i + 2, end, head, NUM_HEADS)
+        d = partial_lses(partial_lse_ptr, merge_idx_ptr, i + 3, end, head, NUM_HEADS)
+        top = tl.maximum(top, tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
     top, sink = add_sink(top, sink_ptr, head, live)
 
     weight_sum = tl.zeros((HEADS,), tl.float32)
     accumulator = tl.zeros((HEADS, VALUE_WIDTH), tl.float32)
-    for i in range(begin, end):
-        partial = tl.load(merge_idx_ptr + i).to(tl.int64) * NUM_HEADS + head
-        weight = tl.exp2(tl.load(partial_lse_ptr + partial, mask=live, other=NOTHING) - top)
-        weight_sum += weight
-        partial_row = partial_ptr + partial[:, None] * VALUE_DIM
-        output = tl.load(partial_row + column[None, :], mask=mask, other=0.0)
-        accumulator += output * weight[:, None]
-    total = weight_sum + sink
+    for i in range(begin, end, 4):
+        a = partial_lses(partial_lse_ptr, merge_idx_ptr, i, end, head, NUM_HEADS)
+        b = partial_lses(partial_lse_ptr, merge_idx_ptr, i + 1, end, head, NUM_HEADS)
+        c = partial_lses(partial_lse_ptr, merge_idx_ptr, i + 2, end, head, NUM_HEADS)
+        d = partial_lses(partial_lse_ptr, merge_idx_ptr, i + 3, end, head, NUM_HEADS)
+        out_a = partial_outputs(
+            partial_ptr, merge_idx_ptr, i, end, head, column, NUM_HEADS, VALUE_DIM
+        )
+        out_b = partial_outputs(
+            partial_ptr, merge_idx_ptr, i + 1, end, head, column, NUM_HEADS, VALUE_DIM
+        )
+        out_c = partial_outputs(
+            partial_ptr, merge_idx_ptr, i + 2, end, head, column, NUM_HEADS, VALUE_DIM
+        )
+        out_d = partial_outputs(
+            partial_ptr, merge_idx_ptr, i + 3, end, head, column, NUM_HEADS, VALUE_DIM
+        )
+        a, b, c, d = tl.exp2(a - top), tl.exp2(b - top), tl.exp2(c - top), tl.exp2(d - top)
+        weight_sum = (((weight_sum + a) + b) + c) + d
+        accumulator += out_a * a[:, None]
+        accumulator += out_b * b[:, None]
+        accumulator += out_c * c[:, None]
+        accumulator += out_d * d[:, None]
+    total = tl.where(live, weight_sum + sink, 1.0)
 
     accumulator = accumulator / total[:, None]
     token = query.to(tl.int64)
@@ -363,5 +417,5 @@ def merge_kernel(
     tl.store(
         out_ptr + out_row[:, None] + column[None, :],
         accumulator.to(out_ptr.dtype.element_ty),
-        mask=mask,
+        mask=live[:, None] & (column < VALUE_DIM)[None, :],
     )

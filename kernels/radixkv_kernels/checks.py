@@ -17,14 +17,21 @@ Expected: TypeAlias = tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-LARGEST_HEAD = 256
+# By the query's dtype: float32 is multiplied without matrix units, all of it in registers.
+LARGEST_HEAD = {torch.float32: 256, torch.float16: 512, torch.bfloat16: 512}
 # What a grid's last axis holds on NVIDIA's GPUs.
 LARGEST_GRID = 65535
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
 ) -> None:
     """Refuse arguments that `write_kv` cannot take; slots stay unread, so that nothing waits.
 
@@ -38,13 +45,17 @@ def check_write_kv(
     num_blocks, block_size, *_ = _sizes("key_cache", key_cache, "(num_blocks, block_size, Hkv, D)")
     if 0 in (block_size, heads, key_dim, value_dim):
         raise ValueError("block_size, Hkv, D and Dv must be positive")
-    expected: tuple[Expected, ...] = (
+    cached = (*FLOATS, *QUANTIZED)
+    expected: list[Expected] = [
         ("key", key, (tokens, heads, key_dim), FLOATS),
         ("value", value, (tokens, heads, value_dim), FLOATS),
-        ("key_cache", key_cache, (num_blocks, block_size, heads, key_dim), FLOATS),
-        ("value_cache", value_cache, (num_blocks, block_size, heads, value_dim), FLOATS),
+        ("key_cache", key_cache, (num_blocks, block_size, heads, key_dim), cached),
+        ("value_cache", value_cache, (num_blocks, block_size, heads, value_dim), cached),
         ("slot_mapping", slot_mapping, (tokens,), (torch.int64, torch.int32)),
-    )
+    ]
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is not None:
+            expected.append((name, scale, (heads,), (torch.float32,)))
     _expect(expected)
     for name, tensor, _, _ in expected[2:]:
         _expect_contiguous(name, tensor)
@@ -117,8 +128,11 @@ def check_paged_attention(
     rows, most_blocks = _sizes("block_tables", block_tables, "(R, max_blocks)")
     if 0 in (block_size, kv_heads) or heads % kv_heads or not heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads")
-    if not (0 < key_dim <= LARGEST_HEAD and 0 < value_dim <= LARGEST_HEAD):
-        raise ValueError(f"D and Dv must be in [1, {LARGEST_HEAD}], got {key_dim} and {value_dim}")
+    most = LARGEST_HEAD.get(query.dtype, 0)
+    if most and not (0 < key_dim <= most and 0 < value_dim <= most):
+        raise ValueError(
+            f"D and Dv must be in [1, {most}] for {query.dtype}, got {key_dim} and {value_dim}"
+        )
     cache_dtypes = (query.dtype, *QUANTIZED)
     items, queries, count = len(work.items), work.num_queries, work.num_partials
     int32 = (torch.int32,)

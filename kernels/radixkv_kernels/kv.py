@@ -9,13 +9,24 @@ import torch
 from torch import Tensor
 
 from radixkv_kernels.checks import BlockIds, as_words, check_copy_blocks, check_write_kv
-from radixkv_kernels.launch import WARPS, load_kernel, on_device, row_tile
+from radixkv_kernels.launch import EXPONENTS, WARPS, load_kernel, on_device, row_tile, strides_of
 
 
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write each token's key and value into its slot of the caches, in one launch.
+
+    Numbers are divided by their head's scale and rounded to the nearest that the cache has, halves
+    to even. For caches of 8 bits, what is too large becomes the largest; a NaN stays one in float8,
+    and becomes 0 in int8, which has none.
 
     The shapes choose the compiled kernel; the number of tokens and the slots do not, and nothing is
     read back, so a launch can be captured in a CUDA graph.
@@ -23,14 +34,15 @@ def write_kv(
     Parameters
     ----------
     key, value : Tensor
-        float32, float16 or bfloat16, any strides, rounded to the caches' dtypes, shapes
-        (T, Hkv, D) and (T, Hkv, Dv).
+        float32, float16 or bfloat16, any strides, shapes (T, Hkv, D) and (T, Hkv, Dv).
     key_cache, value_cache : Tensor
-        float32, float16 or bfloat16, contiguous, changed in place, shapes
-        (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv).
+        float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, contiguous, changed in
+        place, shapes (num_blocks, block_size, Hkv, D) and (num_blocks, block_size, Hkv, Dv).
     slot_mapping : Tensor
         int64 or int32, contiguous, block * block_size + offset. A negative slot skips its token.
         Not checked against the caches' size; two tokens in one slot leave either, shape (T,).
+    key_scale, value_scale : Tensor, optional
+        float32, what `paged_attention` multiplies by again, shape (Hkv,).
 
     Raises
     ------
@@ -39,25 +51,37 @@ def write_kv(
     ImportError, RuntimeError
         Without Triton; with tensors on the CPU outside Triton's interpreter.
     """
-    check_write_kv(key, value, key_cache, value_cache, slot_mapping)
+    check_write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     num_tokens, heads, key_dim = key.shape
     value_dim = value.shape[2]
     kernel = load_kernel("kv_jit", "write_kv_kernel", key.device)
     if num_tokens == 0:
         return
-    columns = heads * max(key_dim, value_dim)
+    columns = max(key_dim, value_dim)
     rows, width = row_tile(columns)
     with on_device(key.device):
-        kernel[(-(-num_tokens // rows), -(-columns // width))](
-            *(key, value, key_cache, value_cache, slot_mapping, num_tokens),
-            *(*key.stride(), *value.stride()),
+        kernel[(-(-num_tokens // rows), heads, -(-columns // width))](
+            *(key, value, _bits(key_cache), _bits(value_cache), slot_mapping),
+            *(key_scale, value_scale, num_tokens, *strides_of(key), *strides_of(value)),
             HEADS=heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
+            KEY_CODE=code_of(key_cache.dtype),
+            VALUE_CODE=code_of(value_cache.dtype),
             ROWS=rows,
             COLUMNS=width,
             num_warps=WARPS,
         )
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """How the kernel encodes a cache's numbers: see `write_kv_kernel`."""
+    return 8 if dtype == torch.int8 else EXPONENTS.get(dtype, 0)
+
+
+def _bits(cache: Tensor) -> Tensor:
+    """A cache of 8-bit floats as bytes, which every GPU can store."""
+    return cache.view(torch.uint8) if cache.dtype in EXPONENTS else cache
 
 
 def copy_blocks(caches: Sequence[Tensor], sources: BlockIds, targets: BlockIds) -> None:

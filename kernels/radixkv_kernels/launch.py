@@ -13,6 +13,9 @@ import torch
 # and two for each lane of NVIDIA's warps of 32.
 TILE, WARPS = 1024, 2
 
+# Bits of the exponents of 8-bit floats.
+EXPONENTS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+
 
 def load_kernel(module: str, name: str, device: torch.device) -> Any:
     """Import a Triton kernel when it is first needed.
@@ -62,6 +65,19 @@ def target_of(device: torch.device) -> str:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` current for a launch: Triton launches on the current one, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's strides as a kernel should get them.
+
+    The stride of an axis of length 1 is never used but may be anything, 1 for example: a step of
+    one token would cost a compilation of its own. It is given that of a contiguous tensor.
+    """
+    strides, inside = [], 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        strides.append(stride if size > 1 else inside)
+        inside *= size
+    return tuple(reversed(strides))
 
 
 def row_tile(columns: int) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MERGE_WARPS = 2
 MERGE_TILE = 1024
 
 
@@ -51,6 +50,12 @@ def merge_heads(num_heads: int, value_dim: int) -> int:
     return max(1, min(most, MERGE_TILE // width_of(value_dim)))
 
 
+def merge_warps(target: str) -> int:
+    """Warps that hold `MERGE_TILE` at 16 bytes a lane: one load for each partial, so that several
+    partials are on their way at a time."""
+    return MERGE_TILE // (4 * (64 if target.startswith("gfx") else 32))
+
+
 # (bytes of a cached number, rows up to 16?, columns of the wider of K and V) -> tile.
 # Chosen without a GPU, from what the compiler reports: no spills, shared memory within the limit,
 # two or more tiles of K and V in flight, and room for several programs where that left a choice.
@@ -62,18 +67,22 @@ _ROOMY: _Table = {
     (2, True, 64): Tile(16, 64, 4, 3, 128),
     (2, True, 128): Tile(16, 64, 4, 3, 168),
     (2, True, 256): Tile(16, 32, 4, 3, 168),
+    (2, True, 512): Tile(16, 16, 4, 3),
     (2, False, 64): Tile(64, 64, 4, 3),
     (2, False, 128): Tile(64, 64, 8, 3),
     (2, False, 256): Tile(64, 32, 8, 3),
+    (2, False, 512): Tile(32, 16, 8, 3),
     (1, True, 64): Tile(16, 64, 4, 3, 128),
     (1, True, 128): Tile(16, 32, 4, 3, 128),
     (1, True, 256): Tile(16, 32, 8, 3, 128),
+    (1, True, 512): Tile(16, 32, 8, 3),
     (1, False, 64): Tile(64, 64, 8, 3),
     (1, False, 128): Tile(64, 64, 8, 3),
     (1, False, 256): Tile(64, 32, 8, 3),
+    (1, False, 512): Tile(32, 32, 8, 3),
     # float32 is multiplied without matrix units, and all operands are in registers.
     (4, True, 64): Tile(16, 16, 4, 3, 128),
-    (4, True, 128): Tile(16, 16, 4, 3, 128),
+    (4, True, 128): Tile(16, 16, 4, 3, 168),
     (4, True, 256): Tile(16, 16, 8, 3, 128),
     (4, False, 64): Tile(32, 16, 8, 3),
     (4, False, 128): Tile(32, 16, 8, 3),
@@ -85,15 +94,20 @@ _TIGHT: _Table = {
     (2, True, 64): Tile(16, 64, 4, 3, 128),
     (2, True, 128): Tile(16, 32, 4, 3, 128),
     (2, True, 256): Tile(16, 16, 4, 3, 168),
+    # Here too, with heads of more than 256.
+    (2, True, 512): Tile(16, 16, 4, 2),
     (2, False, 64): Tile(64, 32, 4, 3),
     (2, False, 128): Tile(64, 32, 8, 3),
     (2, False, 256): Tile(64, 16, 8, 3),
+    (2, False, 512): Tile(32, 16, 8, 2),
     (1, True, 64): Tile(16, 64, 4, 3, 128),
     (1, True, 128): Tile(16, 32, 4, 3, 128),
     (1, True, 256): Tile(16, 16, 4, 3, 128),
+    (1, True, 512): Tile(16, 16, 4, 3),
     (1, False, 64): Tile(64, 32, 4, 3),
     (1, False, 128): Tile(64, 32, 8, 3),
     (1, False, 256): Tile(64, 16, 8, 3),
+    (1, False, 512): Tile(32, 16, 4, 3),
     (4, True, 64): Tile(16, 32, 4, 3, 128),
     (4, True, 128): Tile(16, 16, 4, 3, 128),
     # Two tiles would take more than 64 KB: here one is in flight while another is computed on.

@@ -21,7 +21,14 @@ from radixkv_kernels.worklist import NOTHING, WorkList
 
 @torch.no_grad()
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write each token's key and value into its slot; see `radixkv_kernels.write_kv`.
 
@@ -35,12 +42,30 @@ def write_kv(
         Changed in place, contiguous, shapes (num_blocks, block_size, Hkv, D) and (..., Dv).
     slot_mapping : Tensor
         int64 or int32; a negative slot skips its token, shape (T,).
+    key_scale, value_scale : Tensor, optional
+        float32, shape (Hkv,).
     """
-    check_write_kv(key, value, key_cache, value_cache, slot_mapping)
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept].long()
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        cache.flatten(0, 1).index_copy_(0, slots, rows[kept].to(cache.dtype))
+    check_write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    written = slot_mapping >= 0
+    slots = slot_mapping[written].long()
+    for rows, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        new = _kept(rows[written], cache.dtype, scale)
+        if cache.element_size() == 1:
+            # As bytes: not every operator knows 8-bit floats.
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+        cache.flatten(0, 1).index_copy_(0, slots, new)
+
+
+def _kept(numbers: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Numbers (..., Hkv, D) as a cache keeps them."""
+    if scale is not None:
+        numbers = numbers.float() / scale[:, None]
+    if dtype == torch.int8:
+        return numbers.float().round().clamp(-127, 127).nan_to_num(0.0).to(dtype)
+    if dtype.itemsize == 1:
+        most = torch.finfo(dtype).max
+        numbers = numbers.clamp(-most, most)
+    return numbers.to(dtype)
 
 
 @torch.no_grad()

@@ -11,17 +11,18 @@ from triton.compiler import ASTSource
 from radixkv_kernels.ahead import Figures, compile_for, kernel_source
 from radixkv_kernels.attention_jit import attend_kernel, merge_kernel
 from radixkv_kernels.kv_jit import copy_blocks_kernel, write_kv_kernel
-from radixkv_kernels.launch import WARPS, row_tile
+from radixkv_kernels.launch import EXPONENTS, WARPS, row_tile
 from radixkv_kernels.tiles import (
-    MERGE_WARPS,
     Tile,
     choose_tile,
     launch_options,
     merge_heads,
+    merge_warps,
     width_of,
 )
 
 GROUP, KV_HEADS, BLOCK_SIZE = 3, 8, 16
+CODES = {"fp8e4nv": 4, "fp8e5": 5, "i8": 8}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1, "i8": 1}
 
 # What each feature sets; the pointers of all others are None and their switches off.
@@ -160,26 +161,33 @@ def merge(dtype: str, value_dim: int, *features: str) -> Variant:
     )
     return Variant(
         ", ".join([f"merge {dtype}", f"D {value_dim}", *features]),
-        lambda target: compile_for(target, source, num_warps=MERGE_WARPS),
+        lambda target: compile_for(target, source, num_warps=merge_warps(target)),
     )
 
 
-def write(dtype: str, cache_dtype: str, heads: int, key_dim: int, value_dim: int) -> Variant:
+def write(
+    dtype: str, cache_dtype: str, heads: int, key_dim: int, value_dim: int, *, scaled: bool = False
+) -> Variant:
     """`write_kv_kernel` from contiguous keys and values."""
     strides = [f"{rows}_stride_{axis}" for rows in ("key", "value") for axis in ("token", "head")]
-    rows, columns = row_tile(heads * max(key_dim, value_dim))
+    rows, columns = row_tile(max(key_dim, value_dim))
+    code = CODES.get(cache_dtype, 0)
+    kept = "*u8" if code in EXPONENTS.values() else f"*{cache_dtype}"
+    types = dict.fromkeys(("key_ptr", "value_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), kept)
+    types |= {"slot_ptr": "*i64", "num_tokens": "i32"} | dict.fromkeys(strides, "i32")
+    if scaled:
+        types |= dict.fromkeys(("key_scale_ptr", "value_scale_ptr"), "*fp32")
     source = kernel_source(
         write_kv_kernel,
-        dict.fromkeys(("key_ptr", "value_ptr"), f"*{dtype}")
-        | dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), f"*{cache_dtype}")
-        | {"slot_ptr": "*i64", "num_tokens": "i32"}
-        | dict.fromkeys(strides, "i32"),
+        types,
         {"key_stride_dim": 1, "value_stride_dim": 1}
         | {"HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-        | {"ROWS": rows, "COLUMNS": columns},
-        {"slot_ptr", "num_tokens"},
+        | {"KEY_CODE": code, "VALUE_CODE": code, "ROWS": rows, "COLUMNS": columns},
+        {"slot_ptr", "num_tokens", "key_scale_ptr", "value_scale_ptr"},
     )
     name = f"write {dtype}" if dtype == cache_dtype else f"write {dtype} to {cache_dtype}"
+    name += ", scales" if scaled else ""
     return Variant(name, lambda target: compile_for(target, source, num_warps=WARPS))
 
 
@@ -201,6 +209,9 @@ def covering() -> list[Variant]:
     return [
         write("bf16", "bf16", 8, 128, 128),
         write("fp32", "bf16", 3, 80, 64),
+        write("bf16", "fp8e4nv", 8, 128, 128),
+        write("fp16", "fp8e5", 8, 192, 128, scaled=True),
+        write("bf16", "i8", 8, 128, 128, scaled=True),
         copy("i16", 16 * 8 * 128),
         attention("bf16", 64, 64, False, "order", "ALiBi"),
         attention("fp16", 64, 64, True, "chunk"),
@@ -209,7 +220,8 @@ def covering() -> list[Variant]:
         attention("bf16", 80, 80, False, "bidirectional"),
         attention("bf16", 256, 256, False, "window", "softcap"),
         attention("bf16", 192, 128, True),
-        attention("fp32", 64, 64, False, "softcap"),
+        attention("bf16", 512, 512, True),
+        attention("fp32", 80, 80, False, "softcap"),
         attention("bf16", 128, 128, False, cache="fp8e4nv"),
         attention("fp16", 64, 64, False, cache="fp8e5"),
         attention("bf16", 128, 128, True, cache="i8"),
@@ -229,7 +241,7 @@ def everything() -> list[Variant]:
         *(
             attention(dtype, *size, many, cache=cache)
             for dtype, cache in dtypes
-            for size in sizes
+            for size in [*sizes, *([(512, 512)] if dtype != "fp32" else [])]
             for many in few_and_many
         ),
         *(

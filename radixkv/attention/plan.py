@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.attention.cost import ON_A_CPU, CostModel
+from radixkv.attention.cost import Int64Array as Int64Array
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixkv.attention.batch import AttentionBatch, Span
-from radixkv.attention.cost import CostModel
+from radixkv.attention.cost import CostModel, parts_of
 from radixkv.attention.plan import Int64Array
 
 # The end of a read that goes as far as its queries see.
@@ -74,12 +74,14 @@ def plan_reads(
     # Out of the window of every query, and windows only move on.
     seen = items[:, _START] < seen_to
     items, seen_to = items[seen], seen_to[seen]
-    part = cost.part(int((seen_to - items[:, _START]).sum()), kv_heads)
+    part = cost.part(seen_to - items[:, _START], kv_heads)
     until = np.full(len(stops), TO_THE_END, np.int64)
-    if part:
-        until = -(-stops // part) * part if cost.split else stops + part
-        # Absolute cuts are all made; others leave no part that is hardly worth a program.
-        items, seen_to = _cut_keys(items, seen_to, part, 0 if cost.split else part // 2)
+    if cost.split:
+        until = -(-stops // part) * part
+        items, seen_to = _cut_at_multiples(items, seen_to, part)
+    elif part:
+        until = stops + part
+        items, seen_to = _cut_evenly(items, seen_to, part, cost.tile)
     order = np.lexsort((-items[:, _COUNT], items[:, _START] - seen_to))
     return Reads(items[order], until)
 
@@ -124,17 +126,34 @@ def _first_seen(batch: AttentionBatch, span: Span, items: Int64Array) -> Int64Ar
     return np.minimum.reduceat(first, bounds.ravel())[::2]
 
 
-def _cut_keys(
-    items: Int64Array, seen_to: Int64Array, part: int, spared: int
+def _cut_at_multiples(
+    items: Int64Array, seen_to: Int64Array, part: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Cut at multiples of ``part``, except within ``spared`` keys of a read's ends."""
-    first = (items[:, _START] + spared) // part + 1
-    cuts = np.maximum((seen_to - 1 - spared) // part - first + 1, 0)
-    pieces = cuts + 1
-    cut, place = np.repeat(items, pieces, 0), _counted(pieces)
-    border = (np.repeat(first, pieces) + place) * part
-    inner = place < np.repeat(cuts, pieces)
-    cut[:, _START] = np.where(place > 0, border - part, cut[:, _START])
+    """Cut at every multiple of ``part``."""
+    begin = items[:, _START] // part * part
+    pieces = -(-(seen_to - begin) // part)
+    return _cut(items, seen_to, pieces, np.repeat(begin, pieces) + (_counted(pieces) + 1) * part)
+
+
+def _cut_evenly(
+    items: Int64Array, seen_to: Int64Array, part: int, tile: int
+) -> tuple[Int64Array, Int64Array]:
+    """Cut at multiples of ``tile`` into parts that are equal but for a tile."""
+    # Tiles begin at multiples wherever a read does: a cut elsewhere would have one read twice.
+    begin = items[:, _START] // tile * tile
+    pieces = parts_of(seen_to - items[:, _START], part)
+    ends = (_counted(pieces) + 1) * np.repeat(seen_to - begin, pieces) // np.repeat(pieces, pieces)
+    return _cut(items, seen_to, pieces, np.repeat(begin, pieces) + ends // tile * tile)
+
+
+def _cut(
+    items: Int64Array, seen_to: Int64Array, pieces: Int64Array, border: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """Cut each read into pieces that end at their ``border``, the last where the read does."""
+    cut = np.repeat(items, pieces, 0)
+    place = _counted(pieces)
+    inner = place < np.repeat(pieces, pieces) - 1
+    cut[:, _START] = np.where(place > 0, np.roll(border, 1), cut[:, _START])
     cut[:, _END] = np.where(inner, border, cut[:, _END])
     return cut, np.where(inner, border, np.repeat(seen_to, pieces))
 

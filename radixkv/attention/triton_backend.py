@@ -30,10 +30,16 @@ from radixkv.errors import ConfigError
 
 # Rows of an item's query tile in the kernel's larger configurations; `choose_tile` has the others.
 MANY_ROWS = 64
+# Partial outputs of one launch take no more memory than this, if it can be helped.
+PARTIALS_AT_ONCE = 2**28
 
 
 # Where a batch keeps its `StepTensors`; work lists are kept under their `WorkKey`.
 STEP = "triton step"
+
+
+# Done one after the other; nearly always there is one.
+WorkLists = tuple[WorkList, ...]
 
 
 class WorkKey(NamedTuple):
@@ -79,7 +85,7 @@ class _Lists:
 
     plan: AttentionPlan
     offsets: Int64Array
-    made: dict[WorkKey, tuple[Reads, WorkList]]
+    made: dict[WorkKey, tuple[Reads, WorkLists]]
 
 
 class TritonBackend:
@@ -93,7 +99,8 @@ class TritonBackend:
         Instead of the one for this device.
     invariant : bool
         Cut keys at fixed places and use one tile: neither what a row shares nor its batch mates
-        change a bit of its output. Costs some speed, and memory for partial outputs.
+        change a bit of its output. Costs some speed, and memory for partial outputs: of every query
+        one for each `INVARIANT_SPLIT` keys, but no more than `PARTIALS_AT_ONCE` bytes at a time.
 
     Raises
     ------
@@ -142,55 +149,56 @@ class TritonBackend:
             for sources, targets in step.copies:
                 self.store.copy_slots(layer, sources, targets)
         shape = self.store.layers[layer]
-        out = paged_attention(
-            *(query, keys, values, step.tables),
-            self.work_list(batch, WorkKey(attention.span, heads, shape.kv_heads)),
-            step.positions,
+        out = query.new_empty(len(query), heads, shape.value_dim)
+        if step.padded:
             # Nothing is read for padding, and nothing written.
-            query.new_zeros(len(query), heads, shape.value_dim) if step.padded else None,
-            scale=attention.scale,
-            window=attention.span.window,
-            chunk=attention.span.chunk,
-            softcap=attention.softcap,
-            sinks=self._float_sinks(attention),
-            key_scale=self.store.scales.get(("key", layer)),
-            value_scale=self.store.scales.get(("value", layer)),
-            # The tile decides how sums are grouped, so it may not follow the batch.
-            tile=self._tile(shape, MANY_ROWS) if self.cost.split else None,
-        )
-        assert isinstance(out, torch.Tensor)
+            out.zero_()
+        for work in self.work_lists(batch, WorkKey(attention.span, heads, shape.kv_heads)):
+            paged_attention(
+                *(query, keys, values, step.tables, work, step.positions, out),
+                scale=attention.scale,
+                window=attention.span.window,
+                chunk=attention.span.chunk,
+                softcap=attention.softcap,
+                sinks=self._float_sinks(attention),
+                key_scale=self.store.scales.get(("key", layer)),
+                value_scale=self.store.scales.get(("value", layer)),
+                # The tile decides how sums are grouped, so it may not follow the batch.
+                tile=self._tile(shape, MANY_ROWS) if self.cost.split else None,
+            )
         return out.to(asked)
 
     def _write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
     ) -> None:
         store = self.store
-        new = (key, value)
-        caches = (store.keys[layer], store.values[layer])
-        if store.quantized:
-            # The kernel moves what is rounded here, two numbers at a time.
-            new = (store.kept("key", layer, key), store.kept("value", layer, value))
-            new = (_pairs(new[0].contiguous()), _pairs(new[1].contiguous()))
-            caches = (_pairs(caches[0]), _pairs(caches[1]))
-        write_kv(*new, *caches, slots)
+        write_kv(
+            *(key, value, store.keys[layer], store.values[layer], slots),
+            key_scale=store.scales.get(("key", layer)),
+            value_scale=store.scales.get(("value", layer)),
+        )
 
-    def work_list(self, batch: AttentionBatch, key: WorkKey) -> WorkList:
-        """The step's work list for layers of this kind; kept until the plan or its cuts change."""
-        work = batch.prepared.get(key)
-        if isinstance(work, WorkList):
-            return work
+    def work_lists(self, batch: AttentionBatch, key: WorkKey) -> WorkLists:
+        """The step's work for layers of this kind; kept until the plan or its cuts change."""
+        made = batch.prepared.get(key)
+        if isinstance(made, tuple):
+            return made
         lists = self._lists
         if lists is None or lists.plan is not batch.plan or any(lists.offsets != batch.offsets):
             lists = self._lists = _Lists(batch.plan, batch.offsets, {})
-        reads, work = lists.made.get(key, (None, None))
-        if reads is None or work is None or not reads.last_for(batch):
+        reads, works = lists.made.get(key, (None, None))
+        if reads is None or works is None or not reads.last_for(batch):
             reads = plan_reads(
                 batch, key.span, self.cost, kv_heads=key.kv_heads, max_queries=key.max_queries
             )
-            work = _sent(build_work_list(reads.items, batch.num_tokens), self.store.device)
-            lists.made[key] = (reads, work)
-        batch.prepared[key] = work
-        return work
+            each = max(4 * key.heads * (1 + shape.value_dim) for shape in self.store.layers)
+            works = tuple(
+                _sent(build_work_list(items, batch.num_tokens), self.store.device)
+                for items in in_turns(reads.items, batch.num_tokens, PARTIALS_AT_ONCE // each)
+            )
+            lists.made[key] = (reads, works)
+        batch.prepared[key] = works
+        return works
 
     def _tile(self, shape: LayerShape, rows: int) -> Tile:
         widths = (width_of(shape.key_dim), width_of(shape.value_dim))
@@ -206,6 +214,32 @@ class TritonBackend:
             made = sinks.detach().to(torch.float32).contiguous()
             self._sinks[attention.layer] = (sinks, made)
         return made
+
+
+def in_turns(items: Int64Array, num_queries: int, most: int) -> list[Int64Array]:
+    """Reads in as many lists as it takes for none to leave more than ``most`` partials.
+
+    Each has all reads of its queries, so that what a query merges, and in which order, is as if
+    there were one. A query with more reads than ``most`` is alone in its list.
+    """
+    first, count = items[:, 0], items[:, 1]
+    if int(count.sum()) <= most:
+        return [items]
+    steps = np.zeros(num_queries + 1, np.int64)
+    np.add.at(steps, first, 1)
+    np.add.at(steps, first + count, -1)
+    before = np.concatenate([[0], np.cumsum(np.cumsum(steps)[:-1])])
+    lists, begin = [], 0
+    while begin < num_queries:
+        end = int(np.searchsorted(before, before[begin] + most, side="right")) - 1
+        end = max(end, begin + 1)
+        own = items[(first < end) & (first + count > begin)].copy()
+        own[:, 1] = np.minimum(own[:, 0] + own[:, 1], end)
+        own[:, 0] = np.maximum(own[:, 0], begin)
+        own[:, 1] -= own[:, 0]
+        lists.append(own)
+        begin = end
+    return lists
 
 
 def step_tensors(batch: AttentionBatch, device: torch.device) -> StepTensors:
@@ -230,11 +264,6 @@ def padded_tables(rows: Sequence[Row]) -> torch.Tensor:
     return torch.from_numpy(tables)
 
 
-def _pairs(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits two by two, as a type that is moved as it is; (..., dim / 2)."""
-    return numbers.view(torch.float16)
-
-
 def _sent(work: WorkList, device: torch.device) -> WorkList:
     return replace(
         work,
@@ -252,13 +281,15 @@ def _refuse_unfit(store: KVStore) -> None:
             f"for a model in {store.dtype}"
         )
     for layer, shape in enumerate(store.layers):
-        if max(shape.key_dim, shape.value_dim) > LARGEST_HEAD:
+        most = LARGEST_HEAD[store.dtype]
+        if max(shape.key_dim, shape.value_dim) > most:
+            half = LARGEST_HEAD[torch.bfloat16]
+            fits = max(shape.key_dim, shape.value_dim) <= half
             raise ConfigError(
-                f"the Triton kernels take heads up to {LARGEST_HEAD} wide, but layer {layer} has "
-                f"keys of {shape.key_dim} and values of {shape.value_dim}; use device='cpu'"
+                f"the Triton kernels take heads up to {most} wide in {store.dtype}, but layer "
+                f"{layer} has keys of {shape.key_dim} and values of {shape.value_dim}; use "
+                + ("dtype='bfloat16' or device='cpu'" if fits else "device='cpu'")
             )
-        if store.quantized and (shape.key_dim % 2 or shape.value_dim % 2):
-            raise ConfigError(f"kv_dtype='fp8' needs heads of even width, unlike layer {layer}'s")
     try:
         load_kernel("attention_jit", "attend_kernel", store.device)
     except (ImportError, RuntimeError) as error:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from radixkv_kernels import WorkList
 
 from radixkv.attention import AttentionBackend, AttentionBatch, TritonBackend
+from radixkv.attention.cost import ROUNDS
 from radixkv.attention.placement import refill
 from radixkv.attention.triton_backend import STEP, StepTensors, WorkKey, padded_tables
 from radixkv.engine.runner import ModelRunner
@@ -30,8 +32,8 @@ logger = logging.getLogger(__name__)
 # Up to this size every power of two has a graph, from there on every multiple.
 STEP_OF_SIZES = 16
 # What a work list has room for. A forest has fewer inner nodes than leaves, and each is cut into
-# reads of some queries; reads that are cut into parts give every program two at the most.
-ITEMS_A_ROW, PARTIALS_A_ROW, PARTS_A_PROGRAM = 4, 8, 2
+# reads of some queries; reads that are cut into parts give every program a few at the most.
+ITEMS_A_ROW, PARTIALS_A_ROW, PARTS_A_PROGRAM = 4, 8, max(ROUNDS)
 
 
 class Graph(Protocol):
@@ -46,8 +48,12 @@ Run = Callable[[], torch.Tensor]
 Capture = Callable[[Run], tuple[Graph, torch.Tensor]]
 
 
-def capture_on_gpu(run: Run) -> tuple[Graph, torch.Tensor]:
-    """Record a function's launches; the graph, and the tensor that it computes anew every time."""
+def capture_on_gpu(run: Run, pool: Any) -> tuple[Graph, torch.Tensor]:
+    """Record a function's launches; the graph, and the tensor that it computes anew every time.
+
+    Graphs of one pool use the same memory for what they compute on the way, so only one of them may
+    be played at a time.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -55,7 +61,7 @@ def capture_on_gpu(run: Run) -> tuple[Graph, torch.Tensor]:
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         out = run()
     return graph, out
 
@@ -98,7 +104,10 @@ class _Buffers:
     ) -> bool:
         """Take a step's numbers; False if they do not fit, and then nothing may be played."""
         for key, room in self.work.items():
-            work = backend.work_list(batch, key)
+            works = backend.work_lists(batch, key)
+            if len(works) > 1:
+                return False
+            (work,) = works
             if self.filled.get(key) is not work:
                 self.filled.pop(key, None)
                 try:
@@ -148,8 +157,8 @@ class DecodeGraphs:
         Larger steps are not recorded.
     max_blocks : int
         Longest block table.
-    capture : callable
-        `capture_on_gpu`, or what stands for it.
+    capture : callable, optional
+        What stands for `capture_on_gpu`.
 
     Attributes
     ----------
@@ -169,7 +178,7 @@ class DecodeGraphs:
         *,
         max_rows: int,
         max_blocks: int,
-        capture: Capture = capture_on_gpu,
+        capture: Capture | None = None,
     ) -> None:
         if not isinstance(backend, TritonBackend):
             raise _needs_gpu()
@@ -183,7 +192,8 @@ class DecodeGraphs:
         self.max_rows = max_rows
         self.max_blocks = max_blocks
         self.replays = 0
-        self._capture = capture
+        # Steps come one after the other, and each takes its logits before the next.
+        self._capture = capture or partial(capture_on_gpu, pool=torch.cuda.graph_pool_handle())
         self._recorded: dict[tuple[int, bool], _Recorded | None] = {}
 
     def forward(
@@ -246,9 +256,9 @@ class DecodeGraphs:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         work = {
-            key: self._room(key, made, size, shares)
+            key: self._room(key, made[0], size, shares)
             for key, made in batch.prepared.items()
-            if isinstance(key, WorkKey) and isinstance(made, WorkList)
+            if isinstance(key, WorkKey) and isinstance(made, tuple)
         }
         step = StepTensors(
             numbers(torch.int32, size, self.max_blocks),
@@ -258,7 +268,7 @@ class DecodeGraphs:
             padded=True,
         )
         prepared: dict[object, object] = {STEP: step}
-        prepared.update((key, room) for key, room in work.items())
+        prepared.update((key, (room,)) for key, room in work.items())
         return _Buffers(
             replace(batch, position_ids=numbers(torch.int64, size), prepared=prepared),
             numbers(torch.int64, size),

@@ -58,6 +58,8 @@ class LoadedModel:
         The most positions, prompt and answer together, that the model was made for.
     vocab_size : int
         Token ids lie in ``[0, vocab_size)``.
+    folder : Path, optional
+        Where the weights were read.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -68,6 +70,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     dtype: torch.dtype
+    folder: Path | None = field(default=None, repr=False)
 
 
 def load_model(
@@ -126,6 +129,7 @@ def load_model(
         max_model_len=_max_model_len(text_config, tokenizer),
         vocab_size=text_config.vocab_size,
         dtype=model.dtype,
+        folder=folder,
     )
 
 

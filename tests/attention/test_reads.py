@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -123,7 +124,7 @@ H100 = on_a_gpu(132, 64)
 
 def test_one_long_row_is_cut_so_that_it_fills_the_processors() -> None:
     # 32,768 keys x 8 heads over 264 programs: 993 keys each, which is 16 tiles.
-    assert H100.part(32768, 8) == 1024
+    assert H100.part(np.array([32768]), 8) == 1024
     assert parts([lone(32768)], H100) == [1024] * 32
     assert parts([lone(32768)], H100, kv_heads=1) == [128] * 256
 
@@ -136,13 +137,70 @@ def test_many_rows_fill_them_without_a_cut() -> None:
 def test_one_long_row_among_short_ones_is_cut() -> None:
     rows = [lone(512, first_block=10_000 + 100 * i) for i in range(12)] + [lone(32768)]
     found = parts(rows, H100)
-    # What counts is the work: (32,768 + 12 x 512) x 8 over 264.
-    assert found == [1216] * 26 + [1152] + [512] * 12
+    # What counts is the work: (32,768 + 12 x 512) x 8 over 264 are 1,179. Parts of that, and the
+    # short rows in a second round, would take 1,728; parts of half of it fill two rounds of 640.
+    assert H100.part(np.array([32768, *[512] * 12]), 8) == 640
+    assert len(found) == 51 + 12
+    assert set(found[:51]) == {640, 704}
+    assert found[51:] == [512] * 12
+
+
+def test_rows_that_fill_the_processors_one_and_a_bit_times_are_cut() -> None:
+    """40 rows of 8 heads are 320 programs of 264: 56 would have a round of their own."""
+    rows = [lone(8192, first_block=1000 * i) for i in range(40)]
+    assert parts(rows, H100) == [2048] * 160
+
+
+def finished(lengths: list[int], programs: int) -> int:
+    """When the last is done of programs that take the next read, in this order, once free."""
+    busy = [0] * programs
+    for length in lengths:
+        heapq.heapreplace(busy, busy[0] + length)
+    return max(busy)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.sampled_from([1, 17, 100, 129, 500, 1000, 3000, 8192, 32768]), min_size=1),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    processors=st.sampled_from([1, 16, 132]),
+)
+def test_no_program_works_for_much_longer_than_its_share(
+    lengths: list[int], kv_heads: int, processors: int
+) -> None:
+    """What the docs promise of the balance, of any lengths, as a GPU would start the programs."""
+    cost = on_a_gpu(processors, 64)
+    rows = [lone(length, first_block=3000 * i) for i, length in enumerate(lengths)]
+    batch = make_batch(rows, 16, cost=cost)
+    items = plan_reads(batch, FULL, cost, kv_heads=kv_heads).items
+    ends = np.minimum(items[:, 4], [batch.rows[row].stop for row in items[:, 2]])
+    each = (ends - items[:, 3]).repeat(kv_heads)
+    assert each.sum() == sum(lengths) * kv_heads
+    share = each.sum() / cost.programs
+    longest = max(1.5 * share + 1.5 * 64, 1.5 * 64 * FEWEST_TILES) + 64
+    assert each.max() <= longest
+    assert finished(each.tolist(), cost.programs) <= share + longest
+    # Cut evenly: no part is left over that is hardly worth a program.
+    for row in range(len(rows)):
+        own = (ends - items[:, 3])[items[:, 2] == row]
+        assert len(own) == 1 or own.min() >= min(64, own.max() // 2)
+
+
+@pytest.mark.parametrize("context", [1024, 4096, 8192, 32768])
+@pytest.mark.parametrize("rows", [4, 16, 24, 40, 64, 96, 160, 256])
+def test_decodes_of_one_length_keep_all_processors_at_work(rows: int, context: int) -> None:
+    """The grid of `benchmarks/gpu_kernels.py`: less than a tenth of their time is lost."""
+    batch = make_batch([lone(context, 1, 3000 * i) for i in range(rows)], 16)
+    items = plan_reads(batch, FULL, H100, kv_heads=8, max_queries=16).items
+    each = (np.minimum(items[:, 4], context) - items[:, 3]).repeat(8)
+    assert each.sum() / (H100.programs * finished(each.tolist(), H100.programs)) > 0.9
 
 
 def test_parts_are_no_shorter_than_two_tiles() -> None:
-    assert H100.part(300, 8) == 64 * FEWEST_TILES
+    assert H100.part(np.array([300]), 8) == 64 * FEWEST_TILES
+    # Equal but for a tile: two, since 300 are nearer to 2 x 128 than to 3.
     assert parts([lone(300)], H100) == [128, 172]
+    assert parts([lone(191)], H100) == [191]
     assert parts([lone(130)], H100) == [130]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ import pytest
 import radixkv_kernels.attention
 import radixkv_kernels.kv
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +33,7 @@ from radixkv.attention import (
     TritonBackend,
     make_batch,
     plan_reads,
+    triton_backend,
 )
 from radixkv.errors import ConfigError
 
@@ -45,6 +48,16 @@ UNSHARED = CostModel(per_item=10**9, tile=16)
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Whatever is allocated and not yet written is NaN: outputs, partials, stores."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def check(step: Step, attention: Any = None, *costs: CostModel) -> None:
@@ -208,6 +221,36 @@ def test_a_layer_is_three_launches_at_most(
         assert launches == Counter(expected)
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_keys_and_values_are_rounded_by_the_launch_that_writes_them(
+    launches: Counter[str], kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator of torch's before it: the kernel takes what the model made, of odd widths too."""
+    step = Step.of(forest(3, 4, depth=2, rows=4, queries=(1,)), 4, Shape(2, 2, 17, 9))
+    store = KVStore([LayerShape(2, 17, 9)], len(step.keys) // 4, 4, torch.float32, kv_dtype=kind)
+    store.scales["key", 0] = torch.tensor([0.5, 3.0])
+    expected = [store.kept("key", 0, step.key), store.kept("value", 0, step.value)]
+    for cache in (*store.keys, *store.values):
+        cache.zero_()
+    batch = step.batch(CUTS)
+    given: list[torch.Tensor] = []
+
+    def writing(*arguments: Any, **keywords: Any) -> None:
+        given.extend(arguments[:2])
+        radixkv_kernels.write_kv(*arguments, **keywords)
+
+    monkeypatch.setattr("radixkv.attention.triton_backend.write_kv", writing)
+    monkeypatch.setattr(store, "kept", None)
+    backend = TritonBackend(store, cost=CUTS)
+    backend.forward(attend(), batch, step.query, step.key, step.value)
+    assert launches["write_kv_kernel"] == 1
+    assert given[0] is step.key
+    assert given[1] is step.value
+    for cache, wanted in zip((store.keys[0], store.values[0]), expected, strict=True):
+        found = cache.view(torch.uint8).flatten(0, 1)[batch.slots]
+        assert torch.equal(found, wanted.view(torch.uint8))
+
+
 def test_work_lists_are_made_when_the_plan_or_its_cuts_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -317,6 +360,57 @@ def test_an_invariant_backend_uses_one_tile_whatever_the_batch(
     assert free is None
 
 
+def test_partial_outputs_take_no_more_memory_than_they_may(
+    monkeypatch: pytest.MonkeyPatch, launches: Counter[str]
+) -> None:
+    """Queries take turns, and no bit changes: an invariant prefill would need gigabytes else."""
+    step = Step.of(forest(4, 4, depth=2, rows=4, queries=(1, 9, 40)), 4, Shape(1, 2))
+    expected, _ = step.run(partial(TritonBackend, cost=FIXED), attend(), FIXED)
+    assert launches["attend_kernel"] == 1
+    monkeypatch.setattr(triton_backend, "PARTIALS_AT_ONCE", 30 * 4 * 2 * (1 + 16))
+    backend = TritonBackend(step.store(), cost=FIXED)
+    batch = step.batch(FIXED)
+    found = backend.forward(attend(), batch, step.query, step.key, step.value)
+    assert torch.equal(found.double(), expected)
+    works = backend.work_lists(batch, triton_backend.WorkKey(Span(), 2, 1))
+    assert len(works) > 2
+    assert max(work.num_partials for work in works) <= 30
+    assert launches["attend_kernel"] == 1 + len(works)
+    again = step.batch(FIXED)
+    assert torch.equal(backend.forward(attend(), again, step.query, step.key, step.value), found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    reads=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 12)), min_size=1),
+    most=st.integers(1, 40),
+)
+def test_turns_leave_every_query_its_reads(reads: list[tuple[int, int]], most: int) -> None:
+    items = np.array(
+        [(first, min(count, 12 - first), i, i, i + 1) for i, (first, count) in enumerate(reads)],
+        np.int64,
+    )
+    before = items.copy()
+
+    def served(lists: list[Any]) -> Counter[tuple[int, ...]]:
+        return Counter(
+            (query, *rest)
+            for its in lists
+            for first, count, *rest in its.tolist()
+            for query in range(first, first + count)
+        )
+
+    turns = triton_backend.in_turns(items, 12, most)
+    assert served(turns) == served([items])
+    assert np.array_equal(items, before)
+    for its in turns:
+        queries = {q for first, count, *_ in its.tolist() for q in range(first, first + count)}
+        assert its[:, 1].sum() <= most or len(queries) == 1
+    # All reads of a query are in one list.
+    owners = [{query for query, *_ in served([its])} for its in turns]
+    assert sum(map(len, owners)) == len(set().union(*owners))
+
+
 # --- What is refused. ---
 
 
@@ -326,8 +420,9 @@ def test_an_invariant_backend_uses_one_tile_whatever_the_batch(
         (
             LayerShape(1, 512, 64),
             torch.float32,
-            "layer 1 has keys of 512",
+            "256 wide in torch.float32, but layer 1 has keys of 512 .* use dtype='bfloat16' or",
         ),
+        (LayerShape(1, 576, 512), torch.bfloat16, "layer 1 has keys of 576 .*; use device='cpu'"),
         (LayerShape(1, 8, 8), torch.float64, "no keys and values in torch.float64"),
     ],
 )

@@ -156,6 +156,20 @@ def test_what_is_run_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (command,) = parts["memcheck"].commands
     assert command[:3] == ["/bin/compute-sanitizer", "--tool", "memcheck"]
     assert parts["memcheck"].settings == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    (command,) = parts["figures"].commands
+    assert "--tiny" not in command
+    assert command[-2:] == ["--minutes", "0.9"]
     (command,) = parts["kernels"].commands
     assert "tests/kernels" in command
     assert parts["kernels"].settings == {"TRITON_INTERPRET": "0"}
+
+
+def test_one_command_ends_within_eight_minutes(tmp_path: Path) -> None:
+    """Each part is ended at its limit, and together they leave the kernels' tests two minutes."""
+    parts = gpu_checks.parts_of(False, tmp_path)
+    assert list(parts)[-2:] == ["kernels", "compile"]
+    assert {"compile"} == gpu_checks.ONLY_IF_ASKED
+    before = sum(part.seconds for part in list(parts.values())[:-2])
+    assert before + 120 <= 60 * gpu_checks.MINUTES
+    # What is begun at the last moment is ended at once: see `run_part`.
+    assert gpu_checks.MINUTES < 8

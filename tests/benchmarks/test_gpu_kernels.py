@@ -223,6 +223,38 @@ def test_the_best_tile_is_found_one_number_at_a_time(monkeypatch: pytest.MonkeyP
     assert tuned(few_rows=True)["paste"] == "    (2, True, 64): Tile(16, 128, 8, 2, 168),"
 
 
+def test_the_cost_models_constants_come_out_of_what_was_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A made-up card: 64 keys a partial, 70 to start a program, a microsecond a key."""
+
+    def us(backend: TritonBackend, rows: list[Any], heads: Heads, clock: Any) -> float:
+        own, prefix = rows[0]
+        if backend.cost.programs == 0:
+            programs = TritonBackend(backend.store).cost.programs
+            return -(-len(rows) * heads.kv // programs) * (70.0 + own)
+        if backend.cost.per_item:
+            return len(rows) * (own + prefix)
+        return len(rows) * own + prefix + 64 * len(rows)
+
+    def rows_of(store: Any, *, batch: int, own: int, prefix: int = 0) -> list[Any]:
+        return [(own, prefix)] * batch
+
+    monkeypatch.setattr(gpu_tune, "_us", us)
+    monkeypatch.setattr(gpu_tune, "make_rows", rows_of)
+    monkeypatch.setattr(gpu_tune, "_store", lambda entry: make_pool(HEADS, 400))
+    found = gpu_tune._sharing(gpu.Clock(), gpu.Deadline(1), tiny=False)
+    assert {rows: it["pays_from"] for rows, it in found["rows"].items()} == {
+        "2": 128,
+        "8": 96,
+        "32": 96,
+        "128": 96,
+    }
+    assert found["rows"]["2"]["per_query"] == 64
+    assert gpu_tune._start(gpu.Clock(), gpu.Deadline(1), tiny=False)["keys"] == 70
+    assert gpu_tune._start(gpu.Clock(), gpu.Deadline(0), tiny=False)["left_out"] == "out of time"
+
+
 def test_a_tile_that_is_hardly_faster_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     def hardly(store: Any, problems: Any, heads: Any, tile: Tile, clock: Any) -> float:
         return 99.0 if tile.warps == 8 else 100.0

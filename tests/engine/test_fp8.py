@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from radixkv.attention import KVStore, Row, TorchBackend, make_batch
 from radixkv.decoding import SamplingParams
@@ -97,3 +99,28 @@ def test_a_cache_adapter_reads_what_is_kept(tiny: LoadedModel) -> None:
 def test_an_unknown_name_is_refused_at_the_door() -> None:
     with pytest.raises(ConfigError, match="unknown kv_dtype 'fp4'"):
         LLM("./there is no such model", kv_dtype="fp4")
+
+
+def test_a_checkpoints_scales_are_used_by_e4m3_alone(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Read from the folder, and what is served cold is what is served warm."""
+    tiny.model.save_pretrained(tmp_path)
+    layers = tiny.config.num_hidden_layers
+    scales = {
+        f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(0.01 * (layer + at))
+        for layer in range(layers)
+        for side, at in (("k", 1), ("v", 2))
+    }
+    save_file(scales, tmp_path / "scales.safetensors")
+    # One file is all that transformers reads; several need no index for us.
+    for kv_dtype, expected in (("fp8", 2 * layers), ("fp8_e5m2", 0), ("auto", 0)):
+        llm = LLM(tmp_path, kv_dtype=kv_dtype, kv_memory="4MiB", device="cpu")
+        try:
+            found = llm.engine.runner.backend.store.scales
+            assert len(found) == expected
+            if expected:
+                assert found["key", 1].tolist() == pytest.approx([0.02] * len(found["key", 1]))
+            prompt = [(7 * i) % 250 for i in range(40)]
+            cold, warm = (list(llm.generate([prompt], GREEDY)[0].token_ids) for _ in range(2))
+            assert cold == warm
+        finally:
+            llm.close()

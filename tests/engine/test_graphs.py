@@ -6,7 +6,9 @@ So everything is tested but CUDA's own part: buffers, padding, what is played wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -167,7 +169,7 @@ def test_a_step_that_does_not_fit_runs_as_it_comes(make_graph_llm: Any) -> None:
     # A longer table than the buffers'.
     run(made, step([22], table=17))
     # More parts than there are items.
-    made.backend.cost = CostModel(per_item=0, tile=16, split=16)
+    made.backend.cost = CostModel(per_item=0, tile=4, split=4)
     run(made, step([120]))
     assert made.replays == 1
     made.backend.cost = COST
@@ -195,6 +197,72 @@ def test_what_cannot_be_recorded_is_said_once(
         "operation not permitted when stream is capturing"
     ]
     assert made.replays == 0
+
+
+def test_recording_compiles_first_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a made-up device: one run on a stream of its own, waited for, then one that records."""
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str = "side") -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        pass
+
+    @contextmanager
+    def within(name: str) -> Iterator[None]:
+        said.append(f"{name} begins")
+        yield
+        said.append(f"{name} ends")
+
+    cuda = SimpleNamespace(
+        Stream=Stream,
+        current_stream=lambda: Stream("main"),
+        stream=lambda stream: within(stream.name),
+        CUDAGraph=Graph,
+        graph=lambda graph, pool: within(f"{type(graph).__name__} in {pool}"),
+    )
+    monkeypatch.setattr(graphs.torch, "cuda", cuda)
+    outputs = iter([torch.zeros(1), torch.ones(1)])
+
+    def run() -> torch.Tensor:
+        said.append("run")
+        return next(outputs)
+
+    graph, out = graphs.capture_on_gpu(run, (0, 7))
+    assert isinstance(graph, Graph)
+    assert out.item() == 1
+    assert said == [
+        *("side waits for main", "side begins", "run", "side ends", "main waits for side"),
+        *("Graph in (0, 7) begins", "run", "Graph in (0, 7) ends"),
+    ]
+
+
+def test_all_graphs_of_an_engine_share_their_memory(
+    make_graph_llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty graphs would hold forty times what a step computes on the way."""
+    _, made = make_graph_llm(num_blocks=64)
+    for cache in (*made.backend.store.keys, *made.backend.store.values):
+        cache.zero_()
+    pools = []
+
+    def capture(run: Run, pool: tuple[int, int]) -> Any:
+        pools.append(pool)
+        return again(run)
+
+    handles = iter([(0, 1), (0, 2)])
+    monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(graphs, "capture_on_gpu", capture)
+    made = DecodeGraphs(made.adapter, made.backend, max_rows=4, max_blocks=16)
+    with torch.inference_mode():
+        run(made, step([20]))
+        run(made, step([20, 21]))
+    assert pools == [(0, 1)] * 2
 
 
 def test_graphs_are_refused_where_there_can_be_none(make_llm: MakeLLM, make_graph_llm: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 def device(kernels_run: None) -> torch.device:
     interpreted = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return torch.device("cpu" if interpreted else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Whatever is allocated and not yet written is NaN: outputs, partials, caches, scratch."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -21,6 +21,8 @@ def far_write(key, value, key_cache, value_cache, slots, tokens, stride, back_in
         key_cache - back_out,
         value_cache - back_out,
         slots,
+        None,
+        None,
         tokens,
         stride,
         stride,
@@ -31,6 +33,8 @@ def far_write(key, value, key_cache, value_cache, slots, tokens, stride, back_in
         HEADS=1,
         KEY_DIM=64,
         VALUE_DIM=64,
+        KEY_CODE=0,
+        VALUE_CODE=0,
         ROWS=4,
         COLUMNS=64,
     )

@@ -10,7 +10,10 @@ from radixkv_kernels import report
 
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 # Every kernel, dtype, head size and feature is in one of these.
-PLAIN = ["write bf16", "write fp32 to bf16", "copy i16", "merge bf16", "merge fp32"]
+PLAIN = [
+    *("write bf16", "write fp32 to bf16", "write bf16 to fp8e4nv", "write fp16 to fp8e5, scales"),
+    *("write bf16 to i8, scales", "copy i16", "merge bf16", "merge fp32"),
+]
 ATTENTION = [
     "attend bf16, D 64, 16 rows, order, ALiBi",
     "attend fp16, D 64, many rows, chunk",
@@ -19,7 +22,8 @@ ATTENTION = [
     "attend bf16, D 80, 16 rows, bidirectional",
     "attend bf16, D 256, 16 rows, window, softcap",
     "attend bf16, D 192/128, many rows",
-    "attend fp32, D 64, 16 rows, softcap",
+    "attend bf16, D 512, many rows",
+    "attend fp32, D 80, 16 rows, softcap",
     "attend bf16 over fp8e4nv, D 128, 16 rows",
     "attend fp16 over fp8e5, D 64, 16 rows",
     "attend bf16 over i8, D 128, many rows",
@@ -73,7 +77,9 @@ def test_fits(record, variant, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_two_tiles_of_keys_and_values_in_flight(record, variant, target):
-    assert record["buffers"] >= 2
+    # Where two would not fit one is in flight while another is computed on.
+    one = (variant, target) == ("attend bf16, D 512, many rows", "gfx942")
+    assert record["buffers"] >= 2 - one
     # What a buffer takes, of keys and of values, times the buffers: nothing was optimised away.
     tile_bytes = record["tile"]["tokens"] * record["tile_bytes"]
     assert record["shared"] >= record["buffers"] * tile_bytes
@@ -96,7 +102,14 @@ def test_keys_and_values_come_sixteen_bytes_at_a_time(record, variant, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("variant", "least"),
-    [("write bf16", 4), ("copy i16", 2), ("merge bf16", 2), ("merge fp32", 2)],
+    [
+        ("write bf16", 4),
+        # What is read; 8 bits are half of that, and so is what a thread stores at a time.
+        ("write bf16 to fp8e4nv", 2),
+        ("write fp16 to fp8e5, scales", 2),
+        ("write bf16 to i8, scales", 2),
+        *(("copy i16", 2), ("merge bf16", 2), ("merge fp32", 2)),
+    ],
 )
 def test_sixteen_bytes_at_a_time(record, variant, target, least):
     assert record["wide"] >= least

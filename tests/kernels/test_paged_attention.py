@@ -42,6 +42,8 @@ GEOMETRIES = {
     "one KV head for 20": Geometry(20, 1, 128, 128, 16, torch.bfloat16),
     "MLA": Geometry(4, 1, 192, 128, 16, torch.float16),
     "D 256": Geometry(2, 1, 256, 256, 16, torch.float32),
+    "D 512": Geometry(2, 1, 512, 512, 16, torch.bfloat16),
+    "D 320": Geometry(1, 1, 320, 272, 16, torch.float16, torch.float8_e4m3fn),
     "values wider than keys": Geometry(3, 1, 24, 40, 16, torch.float32),
     "blocks of 3": Geometry(2, 1, 16, 16, 3, torch.float32),
     "blocks of 1": Geometry(2, 1, 16, 16, 1, torch.float16),
@@ -360,6 +362,73 @@ def test_a_merge_of_one_partial_is_what_the_item_would_have_written(sinks, devic
         attend(scene, merged, **options), attend(scene, direct, **options), strict=True
     ):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 8, 9])
+def test_any_number_of_partials_is_merged(parts, device):
+    """Four are loaded at a time; those behind the last are nobody's."""
+    scene = batch([40, 33], [1, 2], Geometry(3, 2), device=device)
+    bounds = [*range(0, 3 * parts, 3), TO_THE_END]
+    scene.reads = [
+        (first, count, row, *bounds[i : i + 2])
+        for first, count, row in ((0, 1, 0), (1, 2, 1))
+        for i in range(parts)
+    ]
+    check(scene, tile=SMALL)
+    check(scene, tile=SMALL, sinks=torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 1.0], device=device))
+
+
+def test_partials_without_a_key_change_no_bit(device):
+    """A run that only others see leaves one: where it stands among the others must not matter."""
+    scene = batch([64], [1], Geometry(3, 2), device=device)
+    seen = [(0, 1, 0, start, start + 8) for start in range(24, 64, 8)]
+    out, lse = attend(replace(scene, reads=seen), window=40, tile=SMALL)
+    for empty in (1, 2, 3):
+        unseen = [(0, 1, 0, 8 * i, 8 * i + 8) for i in range(empty)]
+        other, other_lse = attend(replace(scene, reads=unseen + seen), window=40, tile=SMALL)
+        assert torch.equal(other, out)
+        assert torch.equal(other_lse, lse)
+
+
+def test_no_number_of_tokens_compiles_anything_new(device, monkeypatch):
+    """What the JIT looks at of each integer: whether it is 1, and whether 16 divides it."""
+    seen = []
+    load = radixkv_kernels.attention.load_kernel
+
+    class Recording:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **keywords):
+                integers = [x for x in arguments if isinstance(x, int)]
+                if len(integers) > 2:
+                    # The block tables' stride is not looked at.
+                    integers.pop(8)
+                seen.append([(x == 1, x % 16 == 0) for x in integers])
+                self.kernel[grid](*arguments, **keywords)
+
+            return launch
+
+    monkeypatch.setattr(
+        radixkv_kernels.attention, "load_kernel", lambda *args: Recording(load(*args))
+    )
+    monkeypatch.setattr(radixkv_kernels.attention, "interpreted", lambda kernel: True)
+    for tokens in (1, 2, 3):
+        scene = batch([40] * tokens, [1] * tokens, Geometry(3, 2), device=device)
+        scene.reads = [
+            (row, 1, row, *keys) for row in range(tokens) for keys in ((0, 8), (8, TO_THE_END))
+        ]
+        if tokens == 1:
+            # As a view may have it.
+            scene.query = scene.query.as_strided(scene.query.shape, (1, 16, 1))
+        check(scene)
+    assert len(seen) == 2 * 3
+    attends, merges = seen[::2], seen[1::2]
+    assert len(attends[0]) == 10
+    assert len(merges[0]) == 2
+    assert attends[0] == attends[1] == attends[2]
+    assert merges[0] == merges[1] == merges[2]
 
 
 def test_launches_no_more_than_it_must(device, monkeypatch):

@@ -10,9 +10,9 @@ TARGETS = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gf
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("bytes_each", [1, 2, 4])
-def test_every_head_size_has_a_tile(target, bytes_each):
-    for dim in range(1, 257):
+@pytest.mark.parametrize(("bytes_each", "most"), [(1, 512), (2, 512), (4, 256)])
+def test_every_head_size_has_a_tile(target, bytes_each, most):
+    for dim in range(1, most + 1):
         few = choose_tile(target, 16, width_of(dim), 16, bytes_each)
         assert few.rows == 16
         assert few == choose_tile(target, 1, 16, width_of(dim), bytes_each)
