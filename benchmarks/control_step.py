@@ -162,11 +162,10 @@ PHASES: dict[str, tuple[Any, str, str]] = {
     "plan": (batch_module, "plan_attention", "batch, slots"),
     "reads": (Tables, "reads", "rows, token ids"),
     "commit, collect": (Engine, "_advance", "rest"),
-    "sampler's rows": (Engine, "_sampling_row", "commit, collect"),
-    "sample": (engine_module, "sample", "commit, collect"),
+    "sample": (engine_module, "sample", "push"),
     "read logits": (sampler_module, "argmax", "sample"),
-    "push": (Engine, "_push", "commit, collect"),
-    "stop checks": (TextStream, "push", "push"),
+    "push": (Engine, "_sample", "commit, collect"),
+    "stop checks": (TextStream, "add", "push"),
     "detokenize": (ByteLevelDetokenizer, "push", "stop checks"),
 }
 

@@ -30,6 +30,7 @@ COMPILED = (
     "node",
     "pool",
     "sequence",
+    "together",
     "tree",
     "visibility",
 )

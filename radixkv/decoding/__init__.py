@@ -34,7 +34,7 @@ from radixkv.decoding.grammar import Grammar, GrammarState
 from radixkv.decoding.logprobs import TokenLogprobs
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import resolve_seed
-from radixkv.decoding.sampler import SampledTokens, SamplingRow, sample
+from radixkv.decoding.sampler import SampledTokens, SamplingBatch, SamplingRow, sample
 from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Hypothesis",
     "LogitEdits",
     "SampledTokens",
+    "SamplingBatch",
     "SamplingParams",
     "SamplingRow",
     "TextDelta",

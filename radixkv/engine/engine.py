@@ -14,18 +14,19 @@ from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
     GrammarCompiler,
-    SamplingRow,
+    SamplingBatch,
     Tokenizer,
     sample,
 )
 from radixkv.engine.beams import BeamStepper, Params
+from radixkv.engine.decodes import ScheduledRow, sampling_row
 from radixkv.engine.door import Door
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.ranking import rank
 from radixkv.engine.request import NO_TOKEN_LEFT, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
-from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
+from radixkv.engine.scheduler import Scheduler, Step
 from radixkv.engine.scoring import score_prompts
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import (
@@ -221,31 +222,45 @@ class Engine:
 
     def _advance(self, step: Step, logits: torch.Tensor) -> list[TokenDelta]:
         """Sample behind every row that asks for it, or search, and go on from there."""
-        sampling: list[tuple[ScheduledRow, Branch]] = []
+        decodes, failed = step.decodes, self.counters.requests_failed
+        self.cache.commit_each(decodes.sequences)
+        self.counters.decoded_tokens += len(decodes)
         searching: list[tuple[Branch, int]] = []
-        index = []
+        if len(step.rows) == len(decodes) and not decodes.searching:
+            deltas = self._sample(decodes.branches, decodes.sampling(), logits)
+        else:
+            sampling, searching = self._behind(step)
+            deltas = self._look(searching, logits)
+            index = [place for _, _, place in sampling]
+            if index != list(range(len(logits))):
+                logits = logits[torch.tensor(index, dtype=torch.int64)]
+            rows = [sampling_row(branch, position) for branch, position, _ in sampling]
+            deltas += self._sample([each[0] for each in sampling], SamplingBatch(rows), logits)
+        if self.counters.requests_failed > failed:
+            self.scheduler.requeue_withdrawn()
+        return deltas + self._advance_beams(searching)
+
+    def _behind(self, step: Step) -> tuple[list[tuple[Branch, int, int]], list[tuple[Branch, int]]]:
+        """Who samples (each with its position) and who searches, by rows of the step's logits."""
+        sampling: list[tuple[Branch, int, int]] = []
+        searching: list[tuple[Branch, int]] = []
         wanted = 0
         for row in step.rows:
-            if row.decodes:
-                self.cache.commit(row.sequence, row.stop)
-                self.counters.decoded_tokens += 1
             if row.samples:
                 if row.branch.request.beams is not None:
                     searching.append((row.branch, wanted))
                 else:
-                    for branch in self._branches_behind(row):
-                        sampling.append((row, branch))
-                        index.append(wanted)
+                    branches = self._branches_behind(row)
+                    sampling += [(branch, row.stop, wanted) for branch in branches]
                 wanted += 1
+        return sampling, searching
+
+    def _look(self, searching: list[tuple[Branch, int]], logits: torch.Tensor) -> list[TokenDelta]:
+        """Note what may follow each beam; what came of those for which nothing may."""
         deltas: list[TokenDelta] = []
         for request, fault in self.beams.look(searching, logits).items():
             deltas += self._fail([request], fault) if fault else self._fail_numerically(request)
-        if index != list(range(wanted)):
-            logits = logits[torch.tensor(index, dtype=torch.int64)]
-        deltas += self._sample(sampling, logits)
-        if any(delta.finish_reason == "error" for delta in deltas):
-            self.scheduler.requeue_withdrawn()
-        return deltas + self._advance_beams(searching)
+        return deltas
 
     def _advance_beams(self, searching: list[tuple[Branch, int]]) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
@@ -265,35 +280,42 @@ class Engine:
         return deltas
 
     def _sample(
-        self, sampling: list[tuple[ScheduledRow, Branch]], logits: torch.Tensor
+        self, branches: list[Branch], batch: SamplingBatch, logits: torch.Tensor
     ) -> list[TokenDelta]:
+        """A token for each branch, and what becomes of it."""
         try:
-            sampled = sample(logits, [self._sampling_row(row, branch) for row, branch in sampling])
+            sampled = sample(logits, batch)
         except Exception as error:
-            return self._fail((branch.request for _, branch in sampling), error)
+            return self._fail((branch.request for branch in branches), error)
+        if batch.asked:
+            for branch, logprobs in zip(branches, sampled.logprobs, strict=True):
+                if logprobs is not None:
+                    branch.logprobs.append(logprobs)
         deltas: list[TokenDelta] = []
-        for (_, branch), token, valid, exhausted, logprobs in zip(
-            sampling,
-            sampled.token_ids.tolist(),
-            sampled.valid,
-            sampled.exhausted,
-            sampled.logprobs,
-            strict=True,
-        ):
-            if branch.request.status is Status.FINISHED:
+        tokens = sampled.token_ids.tolist()
+        for branch, token, exhausted in zip(branches, tokens, sampled.exhausted, strict=True):
+            request, stream = branch.request, branch.stream
+            if request.status is Status.FINISHED:
                 continue
-            if exhausted:
-                deltas += self._end(branch.request, RequestError(NO_TOKEN_LEFT))
+            if token < 0:
+                deltas += (
+                    self._end(request, RequestError(NO_TOKEN_LEFT))
+                    if exhausted
+                    else self._fail_numerically(request)
+                )
                 continue
-            if not valid:
-                deltas += self._fail_numerically(branch.request)
-                continue
-            if logprobs is not None:
-                branch.logprobs.append(logprobs)
+            self.counters.sampled_tokens += 1
             try:
-                deltas += self._push(branch, token)
+                text = stream.add(token)
             except Exception as error:  # a tokenizer's, which is not ours to trust
-                deltas += self._fail([branch.request], error)
+                deltas += self._fail([request], error)
+                continue
+            if stream.finish_reason is None:
+                branch.next_token = token
+            if stream.finish_reason is not None or request.first_token_at is None:
+                deltas += self._note(branch, token, text)
+            else:
+                deltas.append(TokenDelta(request.request_id, branch.index, token, text))
         return deltas
 
     def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
@@ -305,33 +327,13 @@ class Engine:
             return request.branches
         return [row.branch]
 
-    def _sampling_row(self, row: ScheduledRow, branch: Branch) -> SamplingRow:
-        request = branch.request
-        stream = branch.stream
-        return SamplingRow(
-            request.params,
-            request.seed,
-            branch.index,
-            row.stop,
-            stream.banned_tokens,
-            stream.edits,
-            None if stream.grammar is None else stream.grammar.allowed,
-        )
-
-    def _push(self, branch: Branch, token: int) -> list[TokenDelta]:
-        request = branch.request
+    def _note(self, branch: Branch, token: int, text: str) -> list[TokenDelta]:
+        """A request's first token, a branch's last, or one of those that are to be ranked."""
+        request, stream = branch.request, branch.stream
         ranked = request.params.ranked
         if request.first_token_at is None and not ranked:
             request.first_token_at = time.perf_counter()
-        self.counters.sampled_tokens += 1
-        delta = branch.stream.push(token)
-        text = delta.text
-        if delta.finish_reason is None and branch.num_tokens >= self.max_model_len:
-            delta = branch.stream.finish()
-            text += delta.text
-        if delta.finish_reason is None:
-            branch.next_token = token
-        else:
+        if stream.finish_reason is not None:
             self.scheduler.release(branch)
             if not request.live_branches:
                 self._close(request)
@@ -345,8 +347,8 @@ class Engine:
                 branch.index,
                 token,
                 text,
-                delta.finish_reason,
-                delta.stop_reason,
+                stream.finish_reason,
+                stream.stop_reason,
             )
         ]
 

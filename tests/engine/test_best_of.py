@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.decoding import SamplingParams, TextDelta, TextStream
+from radixkv.decoding import SamplingParams, TextStream
 from radixkv.engine import Completion, TokenDelta, output_of
 from radixkv.errors import PromptTooLongError, RequestError, UnsupportedParameterError
 from radixkv.llm import LLM
@@ -124,10 +124,10 @@ def test_abort_and_failure(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -
     assert len(output_of(aborted).outputs) == 2
     assert all(c.score is None for c in output_of(aborted).outputs)
 
-    def fail(stream: TextStream, token: int) -> TextDelta:
+    def fail(stream: TextStream, token: int) -> str:
         raise ValueError("no such token")
 
-    monkeypatch.setattr(TextStream, "push", fail)
+    monkeypatch.setattr(TextStream, "add", fail)
     deltas = llm.engine.step()
     assert [(delta.index, delta.finish_reason) for delta in deltas] == [(0, "error"), (1, "error")]
     assert "no such token" in str(broken.error)
@@ -138,17 +138,17 @@ def test_a_failure_ends_what_had_ended_unseen(
 ) -> None:
     """The first sample is complete when another fails: nobody was told, so it fails as well."""
     llm = make_llm()
-    push = TextStream.push
+    add = TextStream.add
     request = llm.engine.add_request(prompt(2), replace(SIX, n=1, best_of=6, stop_token_ids=[]))
 
-    def fail(stream: TextStream, token: int) -> TextDelta:
+    def fail(stream: TextStream, token: int) -> str:
         place = [branch.stream for branch in request.branches].index(stream)
         if len(stream.token_ids) == 3 and place == 5:
             raise ValueError("no such token")
-        delta = push(stream, token)
-        return stream.finish() if place == 0 else delta
+        text = add(stream, token)
+        return text + stream.finish().text if place == 0 else text
 
-    monkeypatch.setattr(TextStream, "push", fail)
+    monkeypatch.setattr(TextStream, "add", fail)
     deltas: list[TokenDelta] = []
     while llm.engine.has_work:
         deltas += llm.engine.step()

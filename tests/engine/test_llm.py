@@ -176,7 +176,7 @@ def test_a_tokenizer_that_fails_fails_alone(
     llm = make_llm()
     bad = llm.engine.add_request(prompt(1), SamplingParams(n=2, max_tokens=6, seed=1))
     good = llm.engine.add_request(prompt(2), GREEDY)
-    monkeypatch.setattr(type(bad.branches[1].stream), "push", _failing_for(bad.branches[1].stream))
+    monkeypatch.setattr(type(bad.branches[1].stream), "add", _failing_for(bad.branches[1].stream))
     while llm.engine.has_work:
         llm.engine.step()
         llm.cache.check()
@@ -186,12 +186,12 @@ def test_a_tokenizer_that_fails_fails_alone(
 
 
 def _failing_for(stream: Any) -> Callable[..., Any]:
-    push = type(stream).push
+    add = type(stream).add
 
     def failing(self: Any, token: int) -> Any:
         if self is stream and len(self.token_ids) == 2:
             raise UnicodeError("no such byte")
-        return push(self, token)
+        return add(self, token)
 
     return failing
 
