@@ -35,9 +35,10 @@ from radixkv.decoding.logprobs import TokenLogprobs
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import resolve_seed
 from radixkv.decoding.sampler import SampledTokens, SamplingBatch, SamplingRow, sample
-from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
+from radixkv.decoding.stopping import Added, FinishReason, TextDelta, TextStream, add_each
 
 __all__ = [
+    "Added",
     "Beam",
     "BeamSearch",
     "BeamSearchParams",
@@ -60,6 +61,7 @@ __all__ = [
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "add_each",
     "detokenizer_for",
     "logit_edits",
     "propose",

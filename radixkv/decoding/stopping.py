@@ -243,3 +243,38 @@ class TextStream:
             if start >= 0:
                 matches.append(_Match(start + len(stop), start, stop))
         return min(matches) if matches else None
+
+
+class Added(NamedTuple):
+    """What a token each has added to several continuations.
+
+    Parameters
+    ----------
+    texts : list of str
+        As `TextStream.add` returned them; empty where it failed.
+    ended : bool
+        Whether any of them has ended.
+    failures : dict of int to Exception
+        By their places, what those raised that failed.
+    """
+
+    texts: list[str]
+    ended: bool
+    failures: dict[int, Exception]
+
+
+def add_each(streams: list[TextStream], token_ids: list[int]) -> Added:
+    """Add a token to each stream; what one raises does not keep it from the others."""
+    texts: list[str] = []
+    failures: dict[int, Exception] = {}
+    ended = False
+    for stream, token_id in zip(streams, token_ids, strict=True):
+        try:
+            text = stream.add(token_id)
+        except Exception as error:  # a tokenizer's, which is not ours to trust
+            failures[len(texts)] = error
+            text = ""
+        texts.append(text)
+        if stream.finish_reason is not None:
+            ended = True
+    return Added(texts, ended, failures)

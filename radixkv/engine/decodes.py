@@ -16,6 +16,8 @@ from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE
 from radixkv.decoding import SamplingBatch, SamplingRow
 from radixkv.engine.request import NOTHING, Branch
 
+Tokens = npt.NDArray[np.int32]
+
 
 @dataclass(slots=True, eq=False)
 class ScheduledRow:
@@ -73,13 +75,21 @@ class Decodes:
         Tokens of each sequence, the one that is now decoded among them.
     turn : int
         For how many steps they have been scheduled.
-    searching : bool
-        Whether any of them is a beam.
+    tokens : int32 array (rows,)
+        The tokens that are decoded.
+    searching, ranked : bool
+        Whether any of them is a beam, or one of more than are returned.
     """
 
-    def __init__(self, branches: list[Branch], sequences: list[Sequence]) -> None:
+    def __init__(
+        self, branches: list[Branch], sequences: list[Sequence], tokens: Tokens | None
+    ) -> None:
         self.branches = branches
         self.sequences = sequences
+        self.tokens = _last_tokens(sequences) if tokens is None else tokens
+        self.streams = [branch.stream for branch in branches]
+        self.request_ids = [branch.request.request_id for branch in branches]
+        self.indices = [branch.index for branch in branches]
         self.stops: npt.NDArray[np.int64] = np.array([s.num_tokens for s in sequences], np.int64)
         self.rows = [
             ScheduledRow(branch, stop - 1, stop, decodes=True)
@@ -87,23 +97,20 @@ class Decodes:
         ]
         self.turn = 0
         self.searching = any(branch.request.beams is not None for branch in branches)
+        self.ranked = any(branch.request.params.ranked for branch in branches)
         self._kept: SamplingBatch | None = None
 
     def __len__(self) -> int:
         return len(self.branches)
 
-    def move_on(self) -> None:
-        """Every branch has another token, behind the one that was decoded."""
+    def move_on(self, tokens: Tokens | None) -> None:
+        """Every branch has another token, behind the one that was decoded; given if known."""
+        self.tokens = _last_tokens(self.sequences) if tokens is None else tokens
         self.turn += 1
         self.stops += 1
         for row in self.rows:
             row.start = row.stop
             row.stop += 1
-
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The tokens that are decoded; int64 (rows,)."""
-        last = b"".join([sequence.data[-TOKEN_BYTES:] for sequence in self.sequences])
-        return np.frombuffer(last, TOKEN_DTYPE).astype(np.int64)
 
     def sampling(self) -> SamplingBatch:
         """What the sampler must know of the rows; kept while no branch's edits can change."""
@@ -115,6 +122,11 @@ class Decodes:
                 self._kept = kept
         kept.positions = self.stops
         return kept
+
+
+def _last_tokens(sequences: list[Sequence]) -> Tokens:
+    last = b"".join([sequence.data[-TOKEN_BYTES:] for sequence in sequences])
+    return np.frombuffer(last, TOKEN_DTYPE)
 
 
 def sampling_row(branch: Branch, position: int) -> SamplingRow:

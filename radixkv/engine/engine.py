@@ -13,13 +13,16 @@ import torch
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
+    Added,
     GrammarCompiler,
+    SampledTokens,
     SamplingBatch,
     Tokenizer,
+    add_each,
     sample,
 )
 from radixkv.engine.beams import BeamStepper, Params
-from radixkv.engine.decodes import ScheduledRow, sampling_row
+from radixkv.engine.decodes import Decodes, ScheduledRow, sampling_row
 from radixkv.engine.door import Door
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
@@ -227,7 +230,7 @@ class Engine:
         self.counters.decoded_tokens += len(decodes)
         searching: list[tuple[Branch, int]] = []
         if len(step.rows) == len(decodes) and not decodes.searching:
-            deltas = self._sample(decodes.branches, decodes.sampling(), logits)
+            deltas = self._sample(decodes.branches, decodes.sampling(), logits, decodes)
         else:
             sampling, searching = self._behind(step)
             deltas = self._look(searching, logits)
@@ -280,9 +283,13 @@ class Engine:
         return deltas
 
     def _sample(
-        self, branches: list[Branch], batch: SamplingBatch, logits: torch.Tensor
+        self,
+        branches: list[Branch],
+        batch: SamplingBatch,
+        logits: torch.Tensor,
+        decodes: Decodes | None = None,
     ) -> list[TokenDelta]:
-        """A token for each branch, and what becomes of it."""
+        """A token for each branch, and what becomes of it; ``decodes`` if they are all of these."""
         try:
             sampled = sample(logits, batch)
         except Exception as error:
@@ -291,31 +298,53 @@ class Engine:
             for branch, logprobs in zip(branches, sampled.logprobs, strict=True):
                 if logprobs is not None:
                     branch.logprobs.append(logprobs)
-        deltas: list[TokenDelta] = []
         tokens = sampled.token_ids.tolist()
-        for branch, token, exhausted in zip(branches, tokens, sampled.exhausted, strict=True):
-            request, stream = branch.request, branch.stream
+        if not sampled.valid.all():
+            deltas = self._end_invalid(branches, sampled)
+            pairs = zip(branches, tokens, strict=True)
+            left = [pair for pair in pairs if pair[0].request.status is not Status.FINISHED]
+            return deltas + self._push([branch for branch, _ in left], [token for _, token in left])
+        if decodes is None or decodes.ranked:
+            return self._push(branches, tokens)
+        added = add_each(decodes.streams, tokens)
+        if added.ended or added.failures:
+            return self._note_each(branches, tokens, added)
+        # Nothing but texts that have grown.
+        self.counters.sampled_tokens += len(tokens)
+        for branch, token in zip(branches, tokens, strict=True):
+            branch.next_token = token
+        return [*map(TokenDelta, decodes.request_ids, decodes.indices, tokens, added.texts)]
+
+    def _end_invalid(self, branches: list[Branch], sampled: SampledTokens) -> list[TokenDelta]:
+        """End the requests for which there is no token."""
+        deltas: list[TokenDelta] = []
+        for place in np.flatnonzero(~sampled.valid).tolist():
+            request = branches[place].request
             if request.status is Status.FINISHED:
                 continue
-            if token < 0:
-                deltas += (
-                    self._end(request, RequestError(NO_TOKEN_LEFT))
-                    if exhausted
-                    else self._fail_numerically(request)
-                )
-                continue
-            self.counters.sampled_tokens += 1
-            try:
-                text = stream.add(token)
-            except Exception as error:  # a tokenizer's, which is not ours to trust
-                deltas += self._fail([request], error)
-                continue
-            if stream.finish_reason is None:
-                branch.next_token = token
-            if stream.finish_reason is not None or request.first_token_at is None:
-                deltas += self._note(branch, token, text)
+            if sampled.exhausted[place]:
+                deltas += self._end(request, RequestError(NO_TOKEN_LEFT))
             else:
-                deltas.append(TokenDelta(request.request_id, branch.index, token, text))
+                deltas += self._fail_numerically(request)
+        return deltas
+
+    def _push(self, branches: list[Branch], tokens: list[int]) -> list[TokenDelta]:
+        added = add_each([branch.stream for branch in branches], tokens)
+        return self._note_each(branches, tokens, added)
+
+    def _note_each(
+        self, branches: list[Branch], tokens: list[int], added: Added
+    ) -> list[TokenDelta]:
+        """What becomes of each branch that has got a token, or failed to take it."""
+        deltas: list[TokenDelta] = []
+        self.counters.sampled_tokens += len(tokens) - len(added.failures)
+        for place, branch in enumerate(branches):
+            if branch.request.status is Status.FINISHED:  # A sibling has failed.
+                continue
+            if place in added.failures:
+                deltas += self._fail([branch.request], added.failures[place])
+            else:
+                deltas += self._note(branch, tokens[place], added.texts[place])
         return deltas
 
     def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
@@ -328,12 +357,14 @@ class Engine:
         return [row.branch]
 
     def _note(self, branch: Branch, token: int, text: str) -> list[TokenDelta]:
-        """A request's first token, a branch's last, or one of those that are to be ranked."""
+        """What becomes of a branch that has got a token, and its text."""
         request, stream = branch.request, branch.stream
         ranked = request.params.ranked
         if request.first_token_at is None and not ranked:
             request.first_token_at = time.perf_counter()
-        if stream.finish_reason is not None:
+        if stream.finish_reason is None:
+            branch.next_token = token
+        else:
             self.scheduler.release(branch)
             if not request.live_branches:
                 self._close(request)

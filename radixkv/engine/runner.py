@@ -61,6 +61,7 @@ class ModelRunner:
         """The last step's batch one token on, if the same sequences only go on decoding."""
         if self._last is None or step.copies or not self._last.goes_on(step):
             return None
+        self.counters.steps_grown += 1
         return self._last.grow(step.decodes)
 
     def _lay_out(self, step: Step) -> AttentionBatch:
@@ -132,7 +133,7 @@ class _LastStep:
             pairs = zip(shown, self._shown, strict=True)
             changed += [place for place, (now, then) in enumerate(pairs) if now != then]
         self._turn, self._shown = decodes.turn, shown
-        self.tokens = decodes.tokens()[self._order]
+        self.tokens = decodes.tokens[self._order].astype(np.int64)
         self.batch = self.batch.grown({p: self._ordered[p].block_table for p in changed})
         return self.batch
 

@@ -16,7 +16,7 @@ import numpy as np
 from radixkv.cache import CopyOrder, PrefixCache, Retention, Sequence
 from radixkv.cache.hashing import TOKEN_DTYPE
 from radixkv.config import EngineConfig
-from radixkv.engine.decodes import Decodes, ScheduledRow
+from radixkv.engine.decodes import Decodes, ScheduledRow, Tokens
 from radixkv.engine.holds import Holds
 from radixkv.engine.request import NOTHING, Branch, Request, Status
 from radixkv.engine.stats import EngineCounters
@@ -69,9 +69,10 @@ class Scheduler:
         self.holds = Holds(cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._decodes = Decodes([], [])
-        # Who goes on in the step that is being scheduled.
+        self._decodes = Decodes([], [], None)
+        # Who goes on in the step that is being scheduled, and their tokens while they are known.
         self._going_on: list[Branch] = []
+        self._tokens: Tokens | None = None
 
     def schedule(self) -> Step:
         """Choose the next step's rows and hold the blocks they need."""
@@ -105,14 +106,16 @@ class Scheduler:
             # Whoever waited longest for its turn goes first.
             branches.sort(key=lambda branch: len(branch.stream.token_ids))
         first = branches[:budget]
-        tokens = np.array([branch.next_token for branch in first], TOKEN_DTYPE).tobytes()
-        done = self.cache.append_each(_sequences(first), tokens)
+        tokens = np.array([branch.next_token for branch in first], TOKEN_DTYPE)
+        done = self.cache.append_each(_sequences(first), tokens.tobytes())
         self._going_on = first[:done]
+        self._tokens = tokens[:done]
         for branch in self._going_on:
             branch.next_token = -1
         for branch in branches[done:]:
             if len(self._going_on) == budget:
                 break
+            self._tokens = None
             if self._append(branch):
                 self._going_on.append(branch)
 
@@ -134,9 +137,9 @@ class Scheduler:
         branches, sequences = self._going_on, _sequences(self._going_on)
         last = self._decodes
         if branches == last.branches and sequences == last.sequences:
-            last.move_on()
+            last.move_on(self._tokens)
         else:
-            self._decodes = Decodes(branches, sequences)
+            self._decodes = Decodes(branches, sequences, self._tokens)
         return self._decodes
 
     # -- preemption ------------------------------------------------------------------------------
@@ -155,6 +158,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request out of the step being scheduled, before anything of it is promised."""
         self._going_on = [branch for branch in self._going_on if branch.request is not request]
+        self._tokens = None
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:
