@@ -74,15 +74,18 @@ class SamplingBatch:
     greedy, edited : (rows,) bool
     asked : list of int
         Rows whose log-probabilities are asked for.
+    plain : bool
+        Whether the largest logit is all that is asked for.
     """
 
-    __slots__ = ("asked", "branches", "edited", "greedy", "positions", "rows", "seeds")
+    __slots__ = ("asked", "branches", "edited", "greedy", "plain", "positions", "rows", "seeds")
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
         self.rows = list(rows)
         self.greedy = np.array([row.params.greedy for row in rows], bool)
         self.edited = np.array([row.edited for row in rows], bool)
         self.asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        self.plain = bool(self.greedy.all()) and not self.edited.any() and not self.asked
         self.seeds = np.array([row.seed for row in rows], np.uint64)
         self.branches = np.array([row.branch for row in rows], np.uint64)
         self.positions: NDArray[np.integer[Any]] = np.array([r.position for r in rows], np.uint64)
@@ -110,11 +113,6 @@ class SampledTokens(NamedTuple):
     valid: NDArray[np.bool_]
     exhausted: NDArray[np.bool_]
     logprobs: list[TokenLogprobs | None]
-
-    @property
-    def plain(self) -> bool:
-        """Whether every row has a token, and nothing besides."""
-        return bool(self.valid.all()) and not any(self.logprobs)
 
 
 @torch.inference_mode()
@@ -148,6 +146,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | SamplingBatch) -> Sampl
     batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch(rows)
     token_ids, best = argmax(logits)
     sound = np.isfinite(best)
+    if batch.plain and sound.all():
+        return SampledTokens(token_ids, sound, ~sound, [None] * len(batch))
     valid = sound.copy()
     if len(index := np.flatnonzero(batch.greedy & batch.edited & valid)):
         token_ids[index], best[index] = argmax(_edit(logits, batch, index))

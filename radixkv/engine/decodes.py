@@ -69,8 +69,6 @@ class Decodes:
     ----------
     branches : list of Branch
     sequences : list of Sequence
-    rows : list of ScheduledRow
-        Of the step now scheduled; the next step of the same branches moves them on.
     stops : int64 array (rows,)
         Tokens of each sequence, the one that is now decoded among them.
     turn : int
@@ -91,10 +89,6 @@ class Decodes:
         self.request_ids = [branch.request.request_id for branch in branches]
         self.indices = [branch.index for branch in branches]
         self.stops: npt.NDArray[np.int64] = np.array([s.num_tokens for s in sequences], np.int64)
-        self.rows = [
-            ScheduledRow(branch, stop - 1, stop, decodes=True)
-            for branch, stop in zip(branches, self.stops.tolist(), strict=True)
-        ]
         self.turn = 0
         self.searching = any(branch.request.beams is not None for branch in branches)
         self.ranked = any(branch.request.params.ranked for branch in branches)
@@ -108,9 +102,14 @@ class Decodes:
         self.tokens = _last_tokens(self.sequences) if tokens is None else tokens
         self.turn += 1
         self.stops += 1
-        for row in self.rows:
-            row.start = row.stop
-            row.stop += 1
+
+    @property
+    def rows(self) -> list[ScheduledRow]:
+        """The rows of the step now scheduled, made anew; O(rows)."""
+        return [
+            ScheduledRow(branch, stop - 1, stop, decodes=True)
+            for branch, stop in zip(self.branches, self.stops.tolist(), strict=True)
+        ]
 
     def sampling(self) -> SamplingBatch:
         """What the sampler must know of the rows; kept while no branch's edits can change."""

@@ -195,7 +195,7 @@ class Engine:
             self.cache.abort()
             self.cache.reset()
             return self._fail(self.scheduler.running, error)
-        if not step.rows:
+        if not len(step):
             return [] if step.refused is None else self._end(*step.refused)
         try:
             with interrupts.allowed():
@@ -207,7 +207,9 @@ class Engine:
                 raise
             return deltas
         self.cache.settle()
-        return self._advance(step, score_prompts(step, logits))
+        if step.prompts:
+            logits = score_prompts(step, logits)
+        return self._advance(step, logits)
 
     def _note_peak(self) -> None:
         pool = self.cache.pool
@@ -229,7 +231,7 @@ class Engine:
         self.cache.commit_each(decodes.sequences)
         self.counters.decoded_tokens += len(decodes)
         searching: list[tuple[Branch, int]] = []
-        if len(step.rows) == len(decodes) and not decodes.searching:
+        if not step.prompts and not decodes.searching:
             deltas = self._sample(decodes.branches, decodes.sampling(), logits, decodes)
         else:
             sampling, searching = self._behind(step)

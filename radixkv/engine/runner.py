@@ -66,14 +66,15 @@ class ModelRunner:
 
     def _lay_out(self, step: Step) -> AttentionBatch:
         """Any step, from its rows."""
+        rows = step.rows
         batch = make_batch(
-            [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows],
+            [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in rows],
             self.backend.store.block_size,
-            keep=[row.computes for row in step.rows],
+            keep=[row.computes for row in rows],
             cost=self.backend.cost,
         )
         batch.copies = [self._slots(order) for order in step.copies if order.after_write]
-        self._last = _LastStep(step, batch)
+        self._last = _LastStep(step, rows, batch)
         return batch
 
     def _slots(self, order: CopyOrder) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,25 +101,31 @@ class _LastStep:
         Which queries' logits are wanted, in the order of the step's rows.
     """
 
-    def __init__(self, step: Step, batch: AttentionBatch) -> None:
+    def __init__(self, step: Step, rows: list[ScheduledRow], batch: AttentionBatch) -> None:
         self.batch = batch
-        rows, self._order = step.rows, batch.plan.order
+        self._order = batch.plan.order
         place = np.empty(len(rows), np.int64)
         place[self._order] = np.arange(len(rows))
         ordered = [rows[index] for index in self._order.tolist()]
         self.tokens = _tokens(ordered)
         self.wanted = _wanted(rows, batch.offsets[1:][place])
         # None if others than these had rows, too.
-        self._decodes = step.decodes if len(step.decodes) == len(rows) else None
-        self._turn = step.decodes.turn
+        self._decodes = None if step.prompts else step.decodes
+        self._turn = self._first_turn = step.decodes.turn
         self._ordered = [row.sequence for row in ordered]
         self._shown = self._num_shown()
+        # In which of the next steps each row begins a block.
+        size = batch.block_size
+        self._begins: list[list[int]] = [[] for _ in range(size)]
+        if self._decodes is not None:
+            for row, position in enumerate(batch.positions.tolist()):
+                self._begins[-position % size].append(row)
 
     def goes_on(self, step: Step) -> bool:
         """Whether a step has the same rows, all decoding, each a token further."""
         return (
             step.decodes is self._decodes
-            and len(step.rows) == len(step.decodes)
+            and not step.prompts
             and step.decodes.turn == self._turn + 1
         )
 
@@ -127,11 +134,10 @@ class _LastStep:
         shown = self._num_shown()
         # Where nothing was copied, a table has changed if it has a new block, or if blocks that
         # others show have taken the place of its own.
-        begun = (self.batch.positions + 1) % self.batch.block_size == 0
-        changed = np.flatnonzero(begun).tolist()
+        changed = self._begins[(decodes.turn - self._first_turn) % self.batch.block_size]
         if shown != self._shown:
-            pairs = zip(shown, self._shown, strict=True)
-            changed += [place for place, (now, then) in enumerate(pairs) if now != then]
+            pairs = enumerate(zip(shown, self._shown, strict=True))
+            changed = [*changed, *(place for place, (now, then) in pairs if now != then)]
         self._turn, self._shown = decodes.turn, shown
         self.tokens = decodes.tokens[self._order].astype(np.int64)
         self.batch = self.batch.grown({p: self._ordered[p].block_table for p in changed})

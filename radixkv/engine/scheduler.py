@@ -36,17 +36,25 @@ class Step:
 
     Attributes
     ----------
-    rows : list of ScheduledRow
-        First those of ``decodes``, then prompts.
+    decodes : Decodes
+    prompts : list of ScheduledRow
     refused : (Request, OutOfBlocksError) or None
         A request that found no room though none is running: blocks are held by others than the
         engine, and nothing that the engine does will free them.
     """
 
     decodes: Decodes
-    rows: list[ScheduledRow]
+    prompts: list[ScheduledRow] = field(default_factory=list)
     copies: list[CopyOrder] = field(default_factory=list)
     refused: tuple[Request, OutOfBlocksError] | None = None
+
+    @property
+    def rows(self) -> list[ScheduledRow]:
+        """All rows: first those that decode."""
+        return self.decodes.rows + self.prompts
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.prompts)
 
 
 class Scheduler:
@@ -73,6 +81,8 @@ class Scheduler:
         # Who goes on in the step that is being scheduled, and their tokens while they are known.
         self._going_on: list[Branch] = []
         self._tokens: Tokens | None = None
+        # Whether no others than the last step's decodes can have a token to go on from.
+        self._alone = False
 
     def schedule(self) -> Step:
         """Choose the next step's rows and hold the blocks they need."""
@@ -81,14 +91,16 @@ class Scheduler:
         self._go_on()
         self._resume_branches()
         decodes = self._decode()
-        step = Step(decodes, decodes.rows.copy())
-        budget = self.config.max_num_batched_tokens - len(step.rows)
+        step = Step(decodes)
+        budget = self.config.max_num_batched_tokens - len(decodes)
         for request in self.running:
             budget = self._schedule_prefills(step, request, budget)
         # Whoever just lost its blocks must not be the one to take them back.
         if self.counters.preemptions == preemptions:
             self._admit_waiting(step, budget)
         step.copies = self.cache.take_copies()
+        # A prompt's branches have tokens next time, and beams are others then.
+        self._alone = self._alone and not step.prompts and not decodes.searching
         return step
 
     # -- decodes ---------------------------------------------------------------------------------
@@ -96,16 +108,12 @@ class Scheduler:
     def _go_on(self) -> None:
         """Append the token of each branch that has one, as far as the budget goes; may preempt."""
         budget = self.config.max_num_batched_tokens
-        branches = [
-            branch
-            for request in self.running
-            for branch in request.branches
-            if branch.next_token >= 0
-        ]
+        branches = self._with_token()
         if len(branches) > budget:
             # Whoever waited longest for its turn goes first.
             branches.sort(key=lambda branch: len(branch.stream.token_ids))
         first = branches[:budget]
+        self._alone = len(first) == len(branches)
         tokens = np.array([branch.next_token for branch in first], TOKEN_DTYPE)
         done = self.cache.append_each(_sequences(first), tokens.tobytes())
         self._going_on = first[:done]
@@ -118,6 +126,17 @@ class Scheduler:
             self._tokens = None
             if self._append(branch):
                 self._going_on.append(branch)
+
+    def _with_token(self) -> list[Branch]:
+        """Branches that have a token to go on from, in order of admission."""
+        if self._alone:
+            return [branch for branch in self._decodes.branches if branch.next_token >= 0]
+        return [
+            branch
+            for request in self.running
+            for branch in request.branches
+            if branch.next_token >= 0
+        ]
 
     def _append(self, branch: Branch) -> bool:
         """Make room for the branch's next token; False if its request had to be preempted."""
@@ -288,7 +307,7 @@ class Scheduler:
             row = self._prefill_row(branch, sequence, budget, _scored_left(step, request))
             if row is None:
                 break
-            step.rows.append(row)
+            step.prompts.append(row)
             budget -= row.stop - row.start
             if row.samples:
                 request.to_prefill.pop(0)
@@ -373,7 +392,7 @@ def _scored_left(step: Step, request: Request) -> int:
     """Logits that a request's next row may ask for; any number if none of its prompt's."""
     if request.next_scored == NOTHING:
         return NOTHING
-    return SCORED_PER_STEP - sum(row.num_scored for row in step.rows)
+    return SCORED_PER_STEP - sum(row.num_scored for row in step.prompts)
 
 
 def _held_alone(request: Request) -> int:

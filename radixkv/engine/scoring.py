@@ -29,8 +29,7 @@ def score_prompts(step: Step, logits: torch.Tensor) -> torch.Tensor:
     tensor (rows that sample, vocabulary)
         The logits to sample from. A row whose prompt had NaN logits anywhere is NaN here.
     """
-    # What is decoded is no token of a prompt.
-    if not any(row.num_scored for row in step.rows[len(step.decodes) :]):
+    if not any(row.num_scored for row in step.prompts):
         return logits
     sampled, offset = [], 0
     for row in step.rows:

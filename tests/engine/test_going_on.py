@@ -20,6 +20,7 @@ PLAIN = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 def forget(engine: Engine) -> None:
     """Let the next step be made as if there had been none before."""
     engine.scheduler._decodes = Decodes([], [], None)
+    engine.scheduler._alone = False
     engine.runner._last = None
 
 
