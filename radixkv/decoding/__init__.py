@@ -22,6 +22,12 @@
 
 Nothing here knows of blocks, caches or models.
 """
+# ruff: noqa: E402 -- where the modules are looked for comes before the first of them
+
+from radixkv.compiled import DECODING as _DECODING
+from radixkv.compiled import use_compiled as _use_compiled
+
+IS_COMPILED = _use_compiled(_DECODING, __path__)
 
 from radixkv.decoding.beam import Beam, BeamSearch, Candidates, Hypothesis, propose
 from radixkv.decoding.beam_params import BeamSearchParams
@@ -38,6 +44,7 @@ from radixkv.decoding.sampler import SampledTokens, SamplingBatch, SamplingRow, 
 from radixkv.decoding.stopping import Added, FinishReason, TextDelta, TextStream, add_each
 
 __all__ = [
+    "IS_COMPILED",
     "Added",
     "Beam",
     "BeamSearch",

@@ -40,6 +40,26 @@ class _Match(NamedTuple):
     stop: str
 
 
+_PARTS = (
+    "_detokenizer",
+    "_eos",
+    "_held",
+    "_most",
+    "_pieces",
+    "_plain",
+    "_prefixes",
+    "_stop_ids",
+    "_stops",
+    "edits",
+    "finish_reason",
+    "grammar",
+    "params",
+    "stop_reason",
+    "stopped_by_token",
+    "token_ids",
+)
+
+
 class TextStream:
     """The text of one continuation as it grows, and the rules that end it.
 
@@ -61,6 +81,8 @@ class TextStream:
         Told of each token, and copied with the stream; for the sampler.
     room : int or None
         Tokens for which the model's context has room; ends it as ``max_tokens`` does.
+    like : TextStream, optional
+        Share all that this one has; see `copy`.
     grammar : Grammar or None
         What the text must obey. Tokens that stop are allowed where it may end, and nowhere else;
         where it must end, the continuation does, whatever ``min_tokens`` says.
@@ -71,24 +93,7 @@ class TextStream:
         If there are stop strings but no tokenizer.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_eos",
-        "_held",
-        "_most",
-        "_pieces",
-        "_plain",
-        "_prefixes",
-        "_stop_ids",
-        "_stops",
-        "edits",
-        "finish_reason",
-        "grammar",
-        "params",
-        "stop_reason",
-        "stopped_by_token",
-        "token_ids",
-    )
+    __slots__ = _PARTS
 
     def __init__(
         self,
@@ -100,7 +105,12 @@ class TextStream:
         edits: LogitEdits | None = None,
         grammar: Grammar | None = None,
         room: int | None = None,
+        like: TextStream | None = None,
     ) -> None:
+        if like is not None:
+            for name in _PARTS:
+                setattr(self, name, getattr(like, name))
+            return
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
         self.params = params
@@ -151,8 +161,7 @@ class TextStream:
         RuntimeError
             If the continuation has ended already.
         """
-        text = self.add(token_id)
-        return TextDelta(text, self.finish_reason, self.stop_reason)
+        return self._delta(self.add(token_id))
 
     def add(self, token_id: int) -> str:
         """As `push`, but only the text is returned; ``finish_reason`` says whether it ended."""
@@ -193,22 +202,21 @@ class TextStream:
 
         A continuation that has ended already stays as it is.
         """
-        if self.finish_reason is not None:
-            return TextDelta("", self.finish_reason, self.stop_reason)
-        text = self._advance(self._flush(), "length")
-        return TextDelta(text, self.finish_reason, self.stop_reason)
+        ended = self.finish_reason is not None
+        return self._delta("" if ended else self._advance(self._flush(), "length"))
 
     def copy(self) -> TextStream:
         """Return an independent copy, for a branch that goes on with other tokens."""
-        twin = object.__new__(TextStream)
-        for name in TextStream.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin = TextStream(self.params, like=self)
         twin.token_ids = self.token_ids.copy()
         twin._pieces = self._pieces.copy()
         twin._detokenizer = self._detokenizer and self._detokenizer.copy()
         twin.edits = self.edits and self.edits.copy()
         twin.grammar = self.grammar and self.grammar.copy()
         return twin
+
+    def _delta(self, text: str) -> TextDelta:
+        return TextDelta(text, self.finish_reason, self.stop_reason)
 
     def _flush(self) -> str:
         return self._detokenizer.finish() if self._detokenizer else ""
