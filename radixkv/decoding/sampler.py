@@ -17,7 +17,7 @@ from torch import Tensor
 from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.draw import draw
 from radixkv.decoding.edits import LogitEdits
-from radixkv.decoding.filters import weigh
+from radixkv.decoding.filters import Filters, weigh
 from radixkv.decoding.grammar import forbid_all_but
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 from radixkv.decoding.params import SamplingParams
@@ -78,13 +78,24 @@ class SamplingBatch:
         Whether the largest logit is all that is asked for.
     """
 
-    __slots__ = ("asked", "branches", "edited", "greedy", "plain", "positions", "rows", "seeds")
+    __slots__ = (
+        "_filters",
+        "asked",
+        "branches",
+        "edited",
+        "greedy",
+        "plain",
+        "positions",
+        "rows",
+        "seeds",
+    )
 
     def __init__(self, rows: Sequence[SamplingRow]) -> None:
         self.rows = list(rows)
         self.greedy = np.array([row.params.greedy for row in rows], bool)
         self.edited = np.array([row.edited for row in rows], bool)
         self.asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        self._filters: tuple[NDArray[np.int64], Filters] | None = None
         self.plain = bool(self.greedy.all()) and not self.edited.any() and not self.asked
         self.seeds = np.array([row.seed for row in rows], np.uint64)
         self.branches = np.array([row.branch for row in rows], np.uint64)
@@ -92,6 +103,12 @@ class SamplingBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def filters(self, index: NDArray[np.int64]) -> Filters:
+        """Of the rows at ``index``; kept for the next time."""
+        if self._filters is None or not np.array_equal(self._filters[0], index):
+            self._filters = index, Filters([self.rows[i].params for i in index.tolist()])
+        return self._filters[1]
 
 
 class SampledTokens(NamedTuple):
@@ -153,8 +170,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | SamplingBatch) -> Sampl
         token_ids[index], best[index] = argmax(_edit(logits, batch, index))
         valid &= np.isfinite(best)
     if len(index := np.flatnonzero(~batch.greedy & valid)):
-        params = [batch.rows[i].params for i in index.tolist()]
-        weights = weigh(_edit(logits, batch, index), params)
+        weights = weigh(_edit(logits, batch, index), batch.filters(index))
         keys = (batch.seeds[index], batch.branches[index], batch.positions[index])
         token_ids[index] = draw(weights, uniforms(*keys))
         valid &= token_ids >= 0
@@ -164,7 +180,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | SamplingBatch) -> Sampl
 
 def _edit(logits: Tensor, batch: SamplingBatch, index: NDArray[np.int64]) -> Tensor:
     """Copy the rows at ``index`` to float32 and change each as its request says."""
-    copy = logits[torch.from_numpy(index).to(logits.device)].float()
+    if len(index) == len(batch):
+        copy = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        copy = logits[torch.from_numpy(index).to(logits.device)].float()
     if not batch.edited[index].any():
         return copy
     chosen = [batch.rows[i] for i in index.tolist()]
