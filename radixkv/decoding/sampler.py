@@ -132,7 +132,6 @@ class SampledTokens(NamedTuple):
     logprobs: list[TokenLogprobs | None]
 
 
-@torch.inference_mode()
 def sample(logits: Tensor, rows: Sequence[SamplingRow] | SamplingBatch) -> SampledTokens:
     """Choose the next token of every row.
 
@@ -165,6 +164,18 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | SamplingBatch) -> Sampl
     sound = np.isfinite(best)
     if batch.plain and sound.all():
         return SampledTokens(token_ids, sound, ~sound, [None] * len(batch))
+    return _choose(logits, batch, token_ids, best)
+
+
+@torch.inference_mode()
+def _choose(
+    logits: Tensor,
+    batch: SamplingBatch,
+    token_ids: NDArray[np.int64],
+    best: NDArray[np.float64],
+) -> SampledTokens:
+    """The same, where more is asked for than the largest logit; ``best`` and its place given."""
+    sound = np.isfinite(best)
     valid = sound.copy()
     if len(index := np.flatnonzero(batch.greedy & batch.edited & valid)):
         token_ids[index], best[index] = argmax(_edit(logits, batch, index))
