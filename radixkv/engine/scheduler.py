@@ -221,10 +221,14 @@ class Scheduler:
         insort(self.waiting, request, key=lambda waiting: waiting.serial)
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
-        while budget > 0 and self.waiting and self._num_running() < self.config.max_num_seqs:
+        if budget <= 0 or not self.waiting:
+            return
+        running = self._num_running()
+        while budget > 0 and self.waiting and running < self.config.max_num_seqs:
             for request in self._candidates():
-                if budget <= 0 or not self._admit(step, request):
+                if budget <= 0 or not self._admit(step, request, running):
                     return
+                running += len(request.live_branches)
                 budget = self._schedule_prefills(step, request, budget)
 
     def _candidates(self) -> Iterator[Request]:
@@ -236,10 +240,9 @@ class Scheduler:
             others.sort(key=lambda request: -self.cache.match(request.prompt, request.namespace))
         yield from others
 
-    def _admit(self, step: Step, request: Request) -> bool:
+    def _admit(self, step: Step, request: Request, running: int) -> bool:
         """Hold blocks for a whole prompt (or what a branch has of it); False to wait on."""
         live = request.live_branches
-        running = self._num_running()
         if running and running + len(live) > self.config.max_num_seqs:
             return False
         spare = 0
