@@ -347,6 +347,11 @@ class Engine:
                 deltas += self._fail([branch.request], added.failures[place])
             else:
                 deltas += self._note(branch, tokens[place], added.texts[place])
+        # Not before, or the last tokens of siblings that end in the same step would be lost.
+        for request in dict.fromkeys(branch.request for branch in branches if branch.finished):
+            if request.status is not Status.FINISHED and not request.live_branches:
+                self._close(request)
+                deltas += rank(request) if request.params.ranked else []
         return deltas
 
     def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
@@ -368,10 +373,6 @@ class Engine:
             branch.next_token = token
         else:
             self.scheduler.release(branch)
-            if not request.live_branches:
-                self._close(request)
-                if ranked:
-                    return rank(request)
         if ranked:
             return []
         return [

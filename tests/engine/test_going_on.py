@@ -134,6 +134,24 @@ def test_edits_are_asked_for_at_every_step() -> None:
     assert decodes.sampling() is not decodes.sampling()
 
 
+def test_branches_that_end_together_give_all_of_their_tokens() -> None:
+    engine = make_engine()
+    requests = [
+        engine.add_request([start, 1], replace(PLAIN, n=3, temperature=1, seed=start))
+        for start in range(2)
+    ]
+    given: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            given.setdefault((delta.request_id, delta.index), []).append(delta.token_id)
+            assert (delta.finish_reason == "length") == (
+                len(given[delta.request_id, delta.index]) == PLAIN.max_tokens
+            )
+    for request in requests:
+        for branch in request.branches:
+            assert given[request.request_id, branch.index] == branch.stream.token_ids
+
+
 @pytest.mark.parametrize("least", [1, 3, 5])
 def test_tokens_are_banned_for_as_long_as_they_must(least: int) -> None:
     engine = make_engine()
