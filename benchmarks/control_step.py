@@ -47,8 +47,6 @@ from radixkv.attention import FULL, AttentionBatch, NativeBackend
 from radixkv.attention.cost import ON_A_CPU
 from radixkv.cache import PrefixCache
 from radixkv.config import CacheConfig, EngineConfig
-from radixkv.decoding import TextStream
-from radixkv.decoding.byte_level import ByteLevelDetokenizer
 from radixkv.engine import Engine, EngineCounters, ModelRunner
 from radixkv.model.loading import load_tokenizer
 
@@ -161,13 +159,11 @@ PHASES: dict[str, tuple[Any, str, str]] = {
     "batch, slots": (AttentionBatch, "grown", "rows, token ids"),
     "plan": (batch_module, "plan_attention", "batch, slots"),
     "reads": (Tables, "reads", "rows, token ids"),
-    "commit, collect": (Engine, "_advance", "rest"),
-    "sampler's rows": (Engine, "_sampling_row", "commit, collect"),
-    "sample": (engine_module, "sample", "commit, collect"),
+    "commit": (Engine, "_advance", "rest"),
+    "sample": (engine_module, "sample", "push"),
     "read logits": (sampler_module, "argmax", "sample"),
-    "push": (Engine, "_push", "commit, collect"),
-    "stop checks": (TextStream, "push", "push"),
-    "detokenize": (ByteLevelDetokenizer, "push", "stop checks"),
+    "push": (Engine, "_sample", "commit"),
+    "texts": (engine_module, "add_each", "push"),
 }
 
 

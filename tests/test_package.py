@@ -20,7 +20,7 @@ ALLOWED = {
     "compiled": {"folders"},
     "native": {"native", "compiled", "folders"},
     "attention": {"attention", "cache", "native"},
-    "decoding": {"decoding"},
+    "decoding": {"decoding", "compiled"},
     "model": {"model", "attention", "cache", "devices", "folders", "memory", "native"},
     "engine": {"engine", "model", "attention", "cache", "decoding"},
     "programs": {"programs", "model", "cache", "decoding", "engine"},

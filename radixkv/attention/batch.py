@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -67,6 +67,70 @@ class Row(NamedTuple):
         return self.start + self.num_queries
 
 
+class BlockTables:
+    """Rows' block tables in one array, a line each; what decodes goes on with it, in place.
+
+    Attributes
+    ----------
+    lines : int32 array (rows, most blocks of a row)
+        What stands in a line behind its table means nothing.
+    lengths : list of int
+        Blocks of each table.
+    """
+
+    __slots__ = ("lengths", "lines")
+
+    def __init__(self, tables: Sequence[Int32Array]) -> None:
+        self.lengths = [len(table) for table in tables]
+        self.lines = _lines(tables, self._width(max(self.lengths)))
+
+    @staticmethod
+    def _width(num_blocks: int) -> int:
+        """Room for so many, and for some that come later."""
+        return num_blocks + max(num_blocks // 4, 8)
+
+    def __getitem__(self, place: int) -> Int32Array:
+        """The table of one row, good until it is put anew."""
+        table: Int32Array = self.lines[place, : self.lengths[place]]
+        return table
+
+    def put(self, place: int, table: Int32Array) -> None:
+        """The row has another table from now on."""
+        length = self.lengths[place] = len(table)
+        if length > self.lines.shape[1]:
+            self.lines = _lines(self.lines, self._width(length))
+        self.lines[place, :length] = table
+
+
+def _lines(tables: Sequence[Int32Array] | Int32Array, width: int) -> Int32Array:
+    lines = np.zeros((len(tables), width), np.int32)
+    for line, table in zip(lines, tables, strict=True):
+        line[: len(table)] = table
+    return lines
+
+
+class _GrownRows(Sequence[Row]):
+    """Rows of one query each, made when somebody looks at them."""
+
+    def __init__(self, tables: BlockTables, positions: Int64Array) -> None:
+        self._tables = tables
+        self._positions = positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Row]: ...
+
+    def __getitem__(self, place: int | slice) -> Row | list[Row]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        return Row(self._tables[place], int(self._positions[place]), 1)
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """One step's attention.
@@ -74,7 +138,7 @@ class AttentionBatch:
     Attributes
     ----------
     plan : AttentionPlan
-    rows : list of Row
+    rows : sequence of Row
         In the plan's order.
     block_size : int
     offsets : int64 array (rows + 1,)
@@ -90,12 +154,14 @@ class AttentionBatch:
     copies : list of (sources, targets)
         Slots to copy in each layer once its keys and values are written, int64 tensors each; one
         pair after the other.
+    tables : BlockTables or None
+        The rows' tables once more, if this batch was grown from another.
     prepared : dict
         What a backend worked out from the rows, shared by all layers of the step.
     """
 
     plan: AttentionPlan
-    rows: list[Row]
+    rows: Sequence[Row]
     block_size: int
     offsets: Int64Array
     positions: Int64Array
@@ -103,7 +169,9 @@ class AttentionBatch:
     slots: torch.Tensor
     written: torch.Tensor | None = None
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    tables: BlockTables | None = None
     prepared: dict[object, object] = field(default_factory=dict)
+    _kv_tokens: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -116,37 +184,43 @@ class AttentionBatch:
 
     def kv_tokens(self) -> tuple[int, int]:
         """KV tokens that a full-attention layer reads, and would read without sharing."""
-        unshared = int(self.stops().sum())
-        return unshared - self.plan.blocks_saved() * self.block_size, unshared
+        if self._kv_tokens is None:
+            unshared = int(self.stops().sum())
+            self._kv_tokens = unshared - self.plan.blocks_saved() * self.block_size, unshared
+        return self._kv_tokens
 
     def grown(self, tables: Mapping[int, Int32Array]) -> AttentionBatch:
         """The next step, if every row had one query and goes on by another.
 
-        Equals what `make_batch` makes of it, at a fraction of the time.
+        Equals what `make_batch` makes of it, at a fraction of the time. From now on this batch is
+        good for nothing: the next one has its block tables.
 
         Parameters
         ----------
         tables : mapping of int to int32 array (blocks,)
             By the row's place in the plan's order, the block tables that have changed.
         """
-        size = self.block_size
+        size, count = self.block_size, len(self.positions)
+        own = self.tables
+        if own is None:
+            own = BlockTables([row.table for row in self.rows])
         positions = self.positions + 1
         slots = self.slots.numpy() + 1
         for place, table in tables.items():
+            own.put(place, table)
             index, offset = divmod(int(positions[place]), size)
             slots[place] = int(table[index]) * size + offset
-        rows = [
-            Row(tables.get(place, row.table), row.start + 1, 1)
-            for place, row in enumerate(self.rows)
-        ]
+        read, unshared = self.kv_tokens()
         return AttentionBatch(
             self.plan,
-            rows,
+            _GrownRows(own, positions),
             size,
             self.offsets,
             positions,
             torch.from_numpy(positions),
             torch.from_numpy(slots),
+            tables=own,
+            _kv_tokens=(read + count, unshared + count),
         )
 
 

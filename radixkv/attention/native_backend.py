@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from radixkv.attention.backend import LayerAttention
-from radixkv.attention.batch import FULL, AttentionBatch, Span
+from radixkv.attention.batch import FULL, AttentionBatch, BlockTables, Span
 from radixkv.attention.cost import ON_A_CPU
-from radixkv.attention.plan import AttentionPlan, Int64Array
-from radixkv.attention.reads import Reads, plan_reads
+from radixkv.attention.plan import AttentionPlan, Int32Array, Int64Array
+from radixkv.attention.reads import TO_THE_END, Reads, plan_reads
 from radixkv.attention.store import LayerShape
 from radixkv.attention.torch_backend import TorchBackend
 
@@ -33,7 +33,7 @@ class WorkItems:
         First query token, number of tokens, where the block table begins in ``tables``, and the
         range of key positions.
     tables : int32 tensor (blocks of all rows,)
-        The rows' block tables, one after the other.
+        The rows' block tables, one after the other; there may be gaps between them.
     positions, first : int64 tensors (tokens,)
         The last and the first key that each query sees.
     """
@@ -58,6 +58,32 @@ def work_items(batch: AttentionBatch, span: Span, reads: Reads) -> WorkItems:
         torch.from_numpy(batch.positions),
         torch.from_numpy(span.first_visible(batch.positions)),
     )
+
+
+class _Decoding:
+    """Work items of full attention for rows that decode, good for all steps of their batch.
+
+    All that changes is where tails end, and now and then where tables begin.
+    """
+
+    def __init__(self, batch: AttentionBatch, reads: Reads) -> None:
+        self._open = np.flatnonzero(reads.items[:, 4] == TO_THE_END)
+        self._rows = reads.items[:, 2]
+        self._of_open = self._rows[self._open]
+        self._items = reads.items.astype(np.int32)
+        self._given = torch.from_numpy(self._items)
+        self._first = torch.zeros(len(batch.positions), dtype=torch.int64)
+        self._lines: Int32Array | None = None
+        self._tables = torch.empty(0, dtype=torch.int32)
+
+    def at(self, batch: AttentionBatch, tables: BlockTables) -> WorkItems:
+        """Those of a batch that was grown."""
+        if tables.lines is not self._lines:
+            self._lines = tables.lines
+            self._tables = torch.from_numpy(tables.lines).view(-1)
+            self._items[:, 2] = self._rows * tables.lines.shape[1]
+        self._items[self._open, 4] = batch.positions[self._of_open] + 1
+        return WorkItems(self._given, self._tables, batch.position_ids, self._first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +111,8 @@ class DirectLayer:
 class NativeBackend(TorchBackend):
     """Reads every shared run once, in one operator a layer; what that cannot do, torch does."""
 
-    # The plan and the places of queries for which the reads were made.
-    _last: tuple[AttentionPlan, Int64Array, Reads] | None = None
+    # The plan and the places of queries for which the items were made.
+    _last: tuple[AttentionPlan, Int64Array, _Decoding] | None = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend.copy_blocks`."""
@@ -115,18 +141,19 @@ class NativeBackend(TorchBackend):
         kept = ("native", span)
         items = batch.prepared.get(kept)
         if not isinstance(items, WorkItems):
-            items = batch.prepared[kept] = work_items(batch, span, self._planned(batch, span))
+            items = batch.prepared[kept] = self._work_items(batch, span)
         return items
 
-    def _planned(self, batch: AttentionBatch, span: Span) -> Reads:
-        """The step's reads; those of the step before where its rows only went on."""
-        if span != FULL:  # What is out of the window should be read no more.
-            return plan_reads(batch, span, ON_A_CPU)
-        plan, offsets, reads = self._last or (None, None, None)
-        if reads is None or plan is not batch.plan or offsets is not batch.offsets:
-            reads = plan_reads(batch, span, ON_A_CPU)
-            self._last = batch.plan, batch.offsets, reads
-        return reads
+    def _work_items(self, batch: AttentionBatch, span: Span) -> WorkItems:
+        """The step's; those of the step before, moved on, where its rows only went on."""
+        # What is out of a window should be read no more.
+        if span != FULL or batch.tables is None:
+            return work_items(batch, span, plan_reads(batch, span, ON_A_CPU))
+        plan, offsets, decoding = self._last or (None, None, None)
+        if decoding is None or plan is not batch.plan or offsets is not batch.offsets:
+            decoding = _Decoding(batch, plan_reads(batch, span, ON_A_CPU))
+            self._last = batch.plan, batch.offsets, decoding
+        return decoding.at(batch, batch.tables)
 
     def _write(
         self, layer: int, batch: AttentionBatch, key: torch.Tensor, value: torch.Tensor

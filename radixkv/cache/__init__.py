@@ -1,9 +1,10 @@
 """The prefix cache: pure Python, numpy, xxhash and sortedcontainers; it never imports torch."""
 # ruff: noqa: E402 -- where the modules are looked for comes before the first of them
 
+from radixkv.compiled import CACHE as _CACHE
 from radixkv.compiled import use_compiled as _use_compiled
 
-IS_COMPILED = _use_compiled(__path__)
+IS_COMPILED = _use_compiled(_CACHE, __path__)
 
 from radixkv.cache.copies import CopyOrder, copy_waves
 from radixkv.cache.events import BlocksRemoved, BlocksStored, Removal

@@ -25,6 +25,7 @@ from radixkv.cache.residency import Residency
 from radixkv.cache.retention import DEFAULT_RETENTION, Retention
 from radixkv.cache.sequence import Sequence
 from radixkv.cache.stats import CacheStats, Counters
+from radixkv.cache.together import append_each, commit_each
 from radixkv.cache.tree import RadixTree
 from radixkv.cache.visibility import Visibility
 from radixkv.config import CacheConfig
@@ -177,6 +178,13 @@ class PrefixCache:
         self.counters.copied_tokens += max(min(hits, match.source_tokens), 0)
         return gained
 
+    def append_each(self, sequences: list[Sequence], tokens: bytes) -> int:
+        """`Sequence.append` for each of these, a token of four bytes each; O(sequences).
+
+        Returns how many have got theirs: all, unless the next one finds no block.
+        """
+        return append_each(sequences, tokens, self.allocator)
+
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence over the same blocks; O(blocks), nothing is computed.
 
@@ -310,6 +318,10 @@ class PrefixCache:
         shown = self.visibility.commit(sequence, full)
         if shown and include_open and offset and stop == length:
             self.visibility.commit_open(sequence)
+
+    def commit_each(self, sequences: list[Sequence]) -> None:
+        """`commit` for each of these, of all its tokens; O(sequences + new blocks)."""
+        commit_each(sequences, self.block_size, self.visibility)
 
     def settle(self) -> None:
         """The step has run: what was committed as pending is computed."""

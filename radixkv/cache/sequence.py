@@ -160,11 +160,11 @@ class Sequence:
             packed = _pack_token(token)
         except error:
             raise RequestError(f"a token id must be a 32-bit integer, not {token!r}") from None
-        self._grow(packed)
+        self.grow(packed)
 
     def extend(self, tokens: TokenIds) -> None:
         """Add several tokens at once; as `append`, all or nothing."""
-        self._grow(token_bytes(tokens))
+        self.grow(token_bytes(tokens))
 
     def resume(self, tokens: TokenIds, *, resumed: bool = False, spare_blocks: int = 0) -> None:
         """Go on as the prompt ``tokens``, which begins with all tokens that are here; as `extend`.
@@ -194,7 +194,7 @@ class Sequence:
         # One more than is missing, if the last block has to be copied before it is written.
         missing = -(-stop // size) - len(self.table) + (stop > start and start % size > 0)
         self._cache.allocator.require(missing + spare_blocks)
-        self._grow(data[len(self.data) :])
+        self.grow(data[len(self.data) :])
         self.num_cached = self.num_computed
         if not resumed:
             self.num_counted = stop
@@ -204,8 +204,14 @@ class Sequence:
             counters.hit_tokens += self.num_computed
             counters.held_tokens += self.num_computed
 
-    def _grow(self, data: bytes) -> None:
-        if self.closed or self.withdrawn or self.promised_from is not None:
+    @property
+    def is_changeable(self) -> bool:
+        """Whether tokens may be added and dropped now."""
+        return not self.closed and not self.withdrawn and self.promised_from is None
+
+    def grow(self, data: bytes) -> None:
+        """As `extend`, by tokens of four bytes each."""
+        if not self.is_changeable:
             self._check_changeable()
         if not data:
             return

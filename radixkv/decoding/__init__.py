@@ -22,6 +22,12 @@
 
 Nothing here knows of blocks, caches or models.
 """
+# ruff: noqa: E402 -- where the modules are looked for comes before the first of them
+
+from radixkv.compiled import DECODING as _DECODING
+from radixkv.compiled import use_compiled as _use_compiled
+
+IS_COMPILED = _use_compiled(_DECODING, __path__)
 
 from radixkv.decoding.beam import Beam, BeamSearch, Candidates, Hypothesis, propose
 from radixkv.decoding.beam_params import BeamSearchParams
@@ -34,10 +40,12 @@ from radixkv.decoding.grammar import Grammar, GrammarState
 from radixkv.decoding.logprobs import TokenLogprobs
 from radixkv.decoding.params import SamplingParams
 from radixkv.decoding.rng import resolve_seed
-from radixkv.decoding.sampler import SampledTokens, SamplingRow, sample
-from radixkv.decoding.stopping import FinishReason, TextDelta, TextStream
+from radixkv.decoding.sampler import SampledTokens, SamplingBatch, SamplingRow, sample
+from radixkv.decoding.stopping import Added, FinishReason, TextDelta, TextStream, add_each
 
 __all__ = [
+    "IS_COMPILED",
+    "Added",
     "Beam",
     "BeamSearch",
     "BeamSearchParams",
@@ -53,12 +61,14 @@ __all__ = [
     "Hypothesis",
     "LogitEdits",
     "SampledTokens",
+    "SamplingBatch",
     "SamplingParams",
     "SamplingRow",
     "TextDelta",
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "add_each",
     "detokenizer_for",
     "logit_edits",
     "propose",

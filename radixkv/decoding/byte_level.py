@@ -55,6 +55,7 @@ class _Spelling:
                 continue
 
 
+_PARTS = ("_add", "_bytes", "_name", "_shown", "_texts", "_tokenizer", "_waiting")
 _SPELLINGS: WeakKeyDictionary[FastTokenizer, _Spelling] = WeakKeyDictionary()
 
 
@@ -69,9 +70,11 @@ class ByteLevelDetokenizer:
         The prompt's tokens. Only the last few are looked at.
     skip_special_tokens : bool
         Leave special tokens out of the text.
+    like : ByteLevelDetokenizer, optional
+        Be a copy of this one.
     """
 
-    __slots__ = ("_add", "_bytes", "_name", "_shown", "_texts", "_waiting")
+    __slots__ = _PARTS
 
     def __init__(
         self,
@@ -79,7 +82,13 @@ class ByteLevelDetokenizer:
         context: Sequence[int] = (),
         *,
         skip_special_tokens: bool = True,
+        like: ByteLevelDetokenizer | None = None,
     ) -> None:
+        if like is not None:
+            for name in _PARTS:
+                setattr(self, name, getattr(like, name))
+            return
+        self._tokenizer = tokenizer
         spelling = _SPELLINGS.get(tokenizer)
         if spelling is None:
             added = tokenizer.get_added_tokens_decoder().values()
@@ -122,10 +131,7 @@ class ByteLevelDetokenizer:
 
     def copy(self) -> ByteLevelDetokenizer:
         """Return an independent copy, for a branch that goes on with other tokens."""
-        twin = object.__new__(ByteLevelDetokenizer)
-        for name in ByteLevelDetokenizer.__slots__:
-            setattr(twin, name, getattr(self, name))
-        return twin
+        return ByteLevelDetokenizer(self._tokenizer, like=self)
 
     def _spell(self, token: int) -> bytes:
         data = self._bytes.get(token)

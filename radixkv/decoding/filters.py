@@ -22,7 +22,25 @@ from radixkv.decoding.rowwise import ascending, at_least
 HOTTEST = 1e30
 
 
-def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+class Filters:
+    """What rows ask of `weigh`, a column each; made once for rows that stay the same.
+
+    Parameters
+    ----------
+    params : sequence of SamplingParams
+        One a row, none of them greedy.
+    """
+
+    __slots__ = ("min_p", "temperature", "top_k", "top_p")
+
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        self.temperature = np.clip([p.temperature for p in params], GREEDY_BELOW, HOTTEST)
+        self.top_k = np.array([p.top_k for p in params])
+        self.top_p = np.array([p.top_p for p in params])
+        self.min_p = np.array([p.min_p for p in params])
+
+
+def weigh(logits: Tensor, params: Sequence[SamplingParams] | Filters) -> Tensor:
     """Probabilities after temperature and filters, up to each row's own scale.
 
     Rows without top_k and top_p are not sorted.
@@ -31,7 +49,7 @@ def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     ----------
     logits : (rows, vocab) float32
         Overwritten.
-    params : sequence of SamplingParams
+    params : sequence of SamplingParams, or Filters
         One a row, none of them greedy.
 
     Returns
@@ -40,10 +58,9 @@ def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         Exactly zero for every token that was filtered out; a row need not sum to 1.
     """
     vocab = logits.shape[1]
-    temperature = np.clip([p.temperature for p in params], GREEDY_BELOW, HOTTEST)
-    top_k = np.array([p.top_k if p.top_k < vocab else 0 for p in params])
-    top_p = np.array([p.top_p for p in params])
-    min_p = np.array([p.min_p for p in params])
+    filters = params if isinstance(params, Filters) else Filters(params)
+    temperature, top_p, min_p = filters.temperature, filters.top_p, filters.min_p
+    top_k = np.where(filters.top_k < vocab, filters.top_k, 0)
     if (temperature != 1).any():
         logits /= _column(temperature, logits)
     if len(cut := np.flatnonzero((top_k > 0) | (top_p < 1))):

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+Integers = NDArray[np.integer[Any]]
 
 ROUNDS = 10
 MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)[:, None]
@@ -50,7 +53,9 @@ def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.u
 
 
 def uniforms(
-    seeds: Sequence[int], branches: Sequence[int], positions: Sequence[int]
+    seeds: Sequence[int] | Integers,
+    branches: Sequence[int] | Integers,
+    positions: Sequence[int] | Integers,
 ) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1), each a function of its own three keys alone.
 
@@ -64,7 +69,7 @@ def uniforms(
     (rows,) float64
         Multiples of 2**-53, so never 1.
     """
-    seed, branch, position = np.array([seeds, branches, positions], dtype=np.uint64)
+    seed, branch, position = (np.asarray(key, np.uint64) for key in (seeds, branches, positions))
     words = philox(
         np.stack([position & LOW, position >> HALF, branch & LOW, branch >> HALF]),
         np.stack([seed & LOW, seed >> HALF]),

@@ -33,7 +33,7 @@ def argmax(x: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     (rows,) int64, (rows,) float64
     """
     if x.device.type == "cpu":
-        values = (x if x.dtype in (torch.float32, torch.float64) else x.float()).numpy()
+        values = (x if x.dtype in (torch.float32, torch.float64) else x.float()).detach().numpy()
         index = values.argmax(axis=-1)
         return index, values[np.arange(len(index)), index].astype(np.float64)
     best = x.argmax(dim=-1, keepdim=True)

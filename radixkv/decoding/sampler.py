@@ -7,7 +7,7 @@ else: not on its batch mates, their order, or what was sampled before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.draw import draw
 from radixkv.decoding.edits import LogitEdits
-from radixkv.decoding.filters import weigh
+from radixkv.decoding.filters import Filters, weigh
 from radixkv.decoding.grammar import forbid_all_but
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 from radixkv.decoding.params import SamplingParams
@@ -60,6 +60,57 @@ class SamplingRow(NamedTuple):
         return len(self.banned) > 0 or self.edits is not None or self.allowed is not None
 
 
+class SamplingBatch:
+    """Rows of one batch of logits, and what the sampler works out of them once.
+
+    Rows whose logits are not edited are the same at every step but for their positions, so their
+    batch can be kept.
+
+    Attributes
+    ----------
+    rows : list of SamplingRow
+    positions : (rows,) int array
+        What stands in the rows at first, and may be replaced then.
+    greedy, edited : (rows,) bool
+    asked : list of int
+        Rows whose log-probabilities are asked for.
+    plain : bool
+        Whether the largest logit is all that is asked for.
+    """
+
+    __slots__ = (
+        "_filters",
+        "asked",
+        "branches",
+        "edited",
+        "greedy",
+        "plain",
+        "positions",
+        "rows",
+        "seeds",
+    )
+
+    def __init__(self, rows: Sequence[SamplingRow]) -> None:
+        self.rows = list(rows)
+        self.greedy = np.array([row.params.greedy for row in rows], bool)
+        self.edited = np.array([row.edited for row in rows], bool)
+        self.asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        self._filters: tuple[NDArray[np.int64], Filters] | None = None
+        self.plain = bool(self.greedy.all()) and not self.edited.any() and not self.asked
+        self.seeds = np.array([row.seed for row in rows], np.uint64)
+        self.branches = np.array([row.branch for row in rows], np.uint64)
+        self.positions: NDArray[np.integer[Any]] = np.array([r.position for r in rows], np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def filters(self, index: NDArray[np.int64]) -> Filters:
+        """Of the rows at ``index``; kept for the next time."""
+        if self._filters is None or not np.array_equal(self._filters[0], index):
+            self._filters = index, Filters([self.rows[i].params for i in index.tolist()])
+        return self._filters[1]
+
+
 class SampledTokens(NamedTuple):
     """One token a row.
 
@@ -81,8 +132,7 @@ class SampledTokens(NamedTuple):
     logprobs: list[TokenLogprobs | None]
 
 
-@torch.inference_mode()
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+def sample(logits: Tensor, rows: Sequence[SamplingRow] | SamplingBatch) -> SampledTokens:
     """Choose the next token of every row.
 
     First come a row's edits: its grammar, allowed tokens, bad words and banned tokens, biases,
@@ -94,7 +144,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     ----------
     logits : (rows, vocab) of any float dtype, on any device
         The model's own; not changed. Computed with in float32.
-    rows : sequence of SamplingRow
+    rows : sequence of SamplingRow, or SamplingBatch
         One a row of ``logits``.
 
     Returns
@@ -109,28 +159,45 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """
     if logits.dim() != 2 or logits.shape[0] != len(rows) or logits.shape[1] == 0:
         raise ValueError(f"logits must be ({len(rows)}, vocab), got {tuple(logits.shape)}")
+    batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch(rows)
     token_ids, best = argmax(logits)
     sound = np.isfinite(best)
+    if batch.plain and sound.all():
+        return SampledTokens(token_ids, sound, ~sound, [None] * len(batch))
+    return _choose(logits, batch, token_ids, best)
+
+
+@torch.inference_mode()
+def _choose(
+    logits: Tensor,
+    batch: SamplingBatch,
+    token_ids: NDArray[np.int64],
+    best: NDArray[np.float64],
+) -> SampledTokens:
+    """The same, where more is asked for than the largest logit; ``best`` and its place given."""
+    sound = np.isfinite(best)
     valid = sound.copy()
-    greedy = np.array([row.params.greedy for row in rows], dtype=bool)
-    edited = np.array([row.edited for row in rows], dtype=bool)
-    if len(index := np.flatnonzero(valid & greedy & edited)):
-        token_ids[index], best[index] = argmax(_edit(logits, rows, index))
+    if len(index := np.flatnonzero(batch.greedy & batch.edited & valid)):
+        token_ids[index], best[index] = argmax(_edit(logits, batch, index))
         valid &= np.isfinite(best)
-    if len(index := np.flatnonzero(valid & ~greedy)):
-        chosen = [rows[i] for i in index.tolist()]
-        weights = weigh(_edit(logits, rows, index), [row.params for row in chosen])
-        keys = zip(*((row.seed, row.branch, row.position) for row in chosen), strict=True)
+    if len(index := np.flatnonzero(~batch.greedy & valid)):
+        weights = weigh(_edit(logits, batch, index), batch.filters(index))
+        keys = (batch.seeds[index], batch.branches[index], batch.positions[index])
         token_ids[index] = draw(weights, uniforms(*keys))
         valid &= token_ids >= 0
     token_ids[~valid] = -1
-    return SampledTokens(token_ids, valid, sound & ~valid, _logprobs(logits, rows, token_ids))
+    return SampledTokens(token_ids, valid, sound & ~valid, _logprobs(logits, batch, token_ids))
 
 
-def _edit(logits: Tensor, rows: Sequence[SamplingRow], index: NDArray[np.int64]) -> Tensor:
+def _edit(logits: Tensor, batch: SamplingBatch, index: NDArray[np.int64]) -> Tensor:
     """Copy the rows at ``index`` to float32 and change each as its request says."""
-    copy = logits[torch.from_numpy(index).to(logits.device)].float()
-    chosen = [rows[i] for i in index.tolist()]
+    if len(index) == len(batch):
+        copy = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    else:
+        copy = logits[torch.from_numpy(index).to(logits.device)].float()
+    if not batch.edited[index].any():
+        return copy
+    chosen = [batch.rows[i] for i in index.tolist()]
     masks = [(place, row.allowed) for place, row in enumerate(chosen) if row.allowed is not None]
     if masks:
         forbid_all_but(copy, masks)
@@ -140,16 +207,14 @@ def _edit(logits: Tensor, rows: Sequence[SamplingRow], index: NDArray[np.int64])
 
 
 def _logprobs(
-    logits: Tensor, rows: Sequence[SamplingRow], token_ids: NDArray[np.int64]
+    logits: Tensor, batch: SamplingBatch, token_ids: NDArray[np.int64]
 ) -> list[TokenLogprobs | None]:
     """Log-probabilities of the raw logits, for the valid rows that asked for them."""
-    found: list[TokenLogprobs | None] = [None] * len(rows)
-    asked = [
-        i for i, row in enumerate(rows) if row.params.logprobs is not None and token_ids[i] >= 0
-    ]
+    found: list[TokenLogprobs | None] = [None] * len(batch)
+    asked = [i for i in batch.asked if token_ids[i] >= 0]
     if asked:
         index = torch.tensor(asked, device=logits.device)
         table = logits[index].float().log_softmax(dim=-1).cpu().numpy()
         for i, line in zip(asked, table, strict=True):
-            found[i] = describe(line, int(token_ids[i]), rows[i].params.logprobs or 0)
+            found[i] = describe(line, int(token_ids[i]), batch.rows[i].params.logprobs or 0)
     return found

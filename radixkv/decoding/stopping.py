@@ -40,6 +40,26 @@ class _Match(NamedTuple):
     stop: str
 
 
+_PARTS = (
+    "_detokenizer",
+    "_eos",
+    "_held",
+    "_most",
+    "_pieces",
+    "_plain",
+    "_prefixes",
+    "_stop_ids",
+    "_stops",
+    "edits",
+    "finish_reason",
+    "grammar",
+    "params",
+    "stop_reason",
+    "stopped_by_token",
+    "token_ids",
+)
+
+
 class TextStream:
     """The text of one continuation as it grows, and the rules that end it.
 
@@ -59,6 +79,10 @@ class TextStream:
         The prompt's tokens (the last few will do), behind which the text is decoded.
     edits : LogitEdits or None
         Told of each token, and copied with the stream; for the sampler.
+    room : int or None
+        Tokens for which the model's context has room; ends it as ``max_tokens`` does.
+    like : TextStream, optional
+        Share all that this one has; see `copy`.
     grammar : Grammar or None
         What the text must obey. Tokens that stop are allowed where it may end, and nowhere else;
         where it must end, the continuation does, whatever ``min_tokens`` says.
@@ -69,22 +93,7 @@ class TextStream:
         If there are stop strings but no tokenizer.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_eos",
-        "_held",
-        "_longest",
-        "_pieces",
-        "_stop_ids",
-        "_stops",
-        "edits",
-        "finish_reason",
-        "grammar",
-        "params",
-        "stop_reason",
-        "stopped_by_token",
-        "token_ids",
-    )
+    __slots__ = _PARTS
 
     def __init__(
         self,
@@ -95,7 +104,13 @@ class TextStream:
         context: Sequence[int] = (),
         edits: LogitEdits | None = None,
         grammar: Grammar | None = None,
+        room: int | None = None,
+        like: TextStream | None = None,
     ) -> None:
+        if like is not None:
+            for name in _PARTS:
+                setattr(self, name, getattr(like, name))
+            return
         if params.stop and tokenizer is None:
             raise RequestError("stop strings need a tokenizer; give stop_token_ids instead")
         self.params = params
@@ -108,7 +123,11 @@ class TextStream:
         self.grammar = None if grammar is None else grammar.start(self._stop_ids)
         self.stopped_by_token = False
         self._stops = tuple(params.stop)
-        self._longest = max(map(len, self._stops), default=1)
+        # All that a stop string may begin with and go on from.
+        self._prefixes = tuple({stop[:end] for stop in self._stops for end in range(1, len(stop))})
+        self._most = params.max_tokens if room is None else min(params.max_tokens, room)
+        # Whether a token is nothing but its text, unless it stops.
+        self._plain = edits is None and grammar is None and not self._stops
         self._pieces: list[str] = []
         self._held = ""
         self._detokenizer = (
@@ -142,10 +161,27 @@ class TextStream:
         RuntimeError
             If the continuation has ended already.
         """
+        return self._delta(self.add(token_id))
+
+    def add(self, token_id: int) -> str:
+        """As `push`, but only the text is returned; ``finish_reason`` says whether it ended."""
         if self.finish_reason is not None:
             raise RuntimeError("a token was pushed to a continuation that has ended")
-        stops = token_id in self._stop_ids and not self.banned_tokens
+        stops = token_id in self._stop_ids
+        if stops:
+            stops = not self.banned_tokens
         self.token_ids.append(token_id)
+        if stops or not self._plain:
+            return self._add_watched(token_id, stops)
+        text = self._detokenizer.push(token_id) if self._detokenizer else ""
+        if len(self.token_ids) >= self._most:
+            return self._advance(text + self._flush(), "length")
+        if text:  # Nothing is held back, and nothing in the text can end it.
+            self._pieces.append(text)
+        return text
+
+    def _add_watched(self, token_id: int, stops: bool) -> str:
+        """Text behind which more may happen than that there is room for no more."""
         if self.edits is not None:
             self.edits.push(token_id)
         if stops:
@@ -157,12 +193,8 @@ class TextStream:
         text = self._detokenizer.push(token_id) if self._detokenizer else ""
         if self.grammar is not None and self.grammar.ended:
             return self._advance(text + self._flush(), "stop")
-        if len(self.token_ids) >= self.params.max_tokens:
+        if len(self.token_ids) >= self._most:
             return self._advance(text + self._flush(), "length")
-        if not self._stops:  # Nothing is held back, and nothing in the text can end it.
-            if text:
-                self._pieces.append(text)
-            return TextDelta(text)
         return self._advance(text)
 
     def finish(self) -> TextDelta:
@@ -170,15 +202,12 @@ class TextStream:
 
         A continuation that has ended already stays as it is.
         """
-        if self.finish_reason is not None:
-            return TextDelta("", self.finish_reason, self.stop_reason)
-        return self._advance(self._flush(), "length")
+        ended = self.finish_reason is not None
+        return self._delta("" if ended else self._advance(self._flush(), "length"))
 
     def copy(self) -> TextStream:
         """Return an independent copy, for a branch that goes on with other tokens."""
-        twin = object.__new__(TextStream)
-        for name in TextStream.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin = TextStream(self.params, like=self)
         twin.token_ids = self.token_ids.copy()
         twin._pieces = self._pieces.copy()
         twin._detokenizer = self._detokenizer and self._detokenizer.copy()
@@ -186,39 +215,74 @@ class TextStream:
         twin.grammar = self.grammar and self.grammar.copy()
         return twin
 
+    def _delta(self, text: str) -> TextDelta:
+        return TextDelta(text, self.finish_reason, self.stop_reason)
+
     def _flush(self) -> str:
         return self._detokenizer.finish() if self._detokenizer else ""
 
     def _advance(
         self, text: str, ending: FinishReason | None = None, reason: str | int | None = None
-    ) -> TextDelta:
+    ) -> str:
         """Add decoded text; a stop string in it goes before any other reason to end."""
-        text = self._held + text
-        match = self._find(text) if len(self.token_ids) >= self.params.min_tokens else None
-        if match is not None:
-            ending, reason = "stop", match.stop
-            text = text[: match.end if self.params.include_stop_str_in_output else match.start]
-        sure = len(text) if ending else self._settled(text)
-        self._held = text[sure:]
-        text = text[:sure]
+        held = len(self._held)
+        if held:
+            text = self._held + text
+        if self._stops and len(self.token_ids) >= self.params.min_tokens:
+            match = self._find(text, held)
+            if match is not None:
+                ending, reason = "stop", match.stop
+                text = text[: match.end if self.params.include_stop_str_in_output else match.start]
+        if ending is None and text.endswith(self._prefixes):
+            sure = len(text) - max(len(start) for start in self._prefixes if text.endswith(start))
+            self._held, text = text[sure:], text[:sure]
+        elif held:
+            self._held = ""
         if text:
             self._pieces.append(text)
         self.finish_reason, self.stop_reason = ending, reason
-        return TextDelta(text, ending, reason)
+        return text
 
-    def _find(self, text: str) -> _Match | None:
-        """Return the first stop string to be complete that ends behind the text held so far."""
+    def _find(self, text: str, held: int) -> _Match | None:
+        """Return the first stop string to be complete that ends behind what was held so far."""
         matches = []
         for stop in self._stops:
-            start = text.find(stop, max(len(self._held) - len(stop) + 1, 0))
+            start = text.find(stop, max(held - len(stop) + 1, 0))
             if start >= 0:
                 matches.append(_Match(start + len(stop), start, stop))
-        return min(matches, default=None)
+        return min(matches) if matches else None
 
-    def _settled(self, text: str) -> int:
-        """Return where the longest tail begins that a stop string begins with, and goes on from."""
-        for start in range(max(len(text) - self._longest + 1, 0), len(text)):
-            tail = text[start:]
-            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
-                return start
-        return len(text)
+
+class Added(NamedTuple):
+    """What a token each has added to several continuations.
+
+    Parameters
+    ----------
+    texts : list of str
+        As `TextStream.add` returned them; empty where it failed.
+    ended : bool
+        Whether any of them has ended.
+    failures : dict of int to Exception
+        By their places, what those raised that failed.
+    """
+
+    texts: list[str]
+    ended: bool
+    failures: dict[int, Exception]
+
+
+def add_each(streams: list[TextStream], token_ids: list[int]) -> Added:
+    """Add a token to each stream; what one raises does not keep it from the others."""
+    texts: list[str] = []
+    failures: dict[int, Exception] = {}
+    ended = False
+    for stream, token_id in zip(streams, token_ids, strict=True):
+        try:
+            text = stream.add(token_id)
+        except Exception as error:  # a tokenizer's, which is not ours to trust
+            failures[len(texts)] = error
+            text = ""
+        texts.append(text)
+        if stream.finish_reason is not None:
+            ended = True
+    return Added(texts, ended, failures)

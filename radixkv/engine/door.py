@@ -119,6 +119,8 @@ class Door:
         return request
 
     def _make_branches(self, request: Request, params: Params) -> None:
+        room = self.max_model_len - len(request.prompt)
+        searches = isinstance(params, BeamSearchParams)
         stream = TextStream(
             request.params,
             self.tokenizer,
@@ -126,11 +128,11 @@ class Door:
             context=request.prompt[-CONTEXT_TOKENS:].tolist(),
             edits=self._edits(request.prompt, params),
             grammar=self._grammar(params),
+            room=None if searches else room,  # A search ends its beams itself.
         )
         branches = range(num_branches(params))
         request.branches = [Branch(request, index, stream.copy()) for index in branches]
         if isinstance(params, BeamSearchParams):
-            room = self.max_model_len - len(request.prompt)
             request.beams = make_group(params, self.eos_token_ids, stream, room)
 
     def _edits(self, prompt: npt.NDArray[np.int32], params: Params) -> LogitEdits | None:

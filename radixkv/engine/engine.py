@@ -13,19 +13,23 @@ import torch
 from radixkv.cache import DEFAULT_RETENTION, Namespace, PrefixCache, Retention
 from radixkv.config import EngineConfig
 from radixkv.decoding import (
+    Added,
     GrammarCompiler,
-    SamplingRow,
+    SampledTokens,
+    SamplingBatch,
     Tokenizer,
+    add_each,
     sample,
 )
 from radixkv.engine.beams import BeamStepper, Params
+from radixkv.engine.decodes import Decodes, ScheduledRow, sampling_row
 from radixkv.engine.door import Door
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.ranking import rank
 from radixkv.engine.request import NO_TOKEN_LEFT, Branch, Request, Status, TokenDelta
 from radixkv.engine.runner import ModelRunner
-from radixkv.engine.scheduler import ScheduledRow, Scheduler, Step
+from radixkv.engine.scheduler import Scheduler, Step
 from radixkv.engine.scoring import score_prompts
 from radixkv.engine.stats import EngineCounters, EngineStats
 from radixkv.errors import (
@@ -191,7 +195,7 @@ class Engine:
             self.cache.abort()
             self.cache.reset()
             return self._fail(self.scheduler.running, error)
-        if not step.rows:
+        if not len(step):
             return [] if step.refused is None else self._end(*step.refused)
         try:
             with interrupts.allowed():
@@ -203,7 +207,9 @@ class Engine:
                 raise
             return deltas
         self.cache.settle()
-        return self._advance(step, score_prompts(step, logits))
+        if step.prompts:
+            logits = score_prompts(step, logits)
+        return self._advance(step, logits)
 
     def _note_peak(self) -> None:
         pool = self.cache.pool
@@ -221,31 +227,45 @@ class Engine:
 
     def _advance(self, step: Step, logits: torch.Tensor) -> list[TokenDelta]:
         """Sample behind every row that asks for it, or search, and go on from there."""
-        sampling: list[tuple[ScheduledRow, Branch]] = []
+        decodes, failed = step.decodes, self.counters.requests_failed
+        self.cache.commit_each(decodes.sequences)
+        self.counters.decoded_tokens += len(decodes)
         searching: list[tuple[Branch, int]] = []
-        index = []
+        if not step.prompts and not decodes.searching:
+            deltas = self._sample(decodes.branches, decodes.sampling(), logits, decodes)
+        else:
+            sampling, searching = self._behind(step)
+            deltas = self._look(searching, logits)
+            index = [place for _, _, place in sampling]
+            if index != list(range(len(logits))):
+                logits = logits[torch.tensor(index, dtype=torch.int64)]
+            rows = [sampling_row(branch, position) for branch, position, _ in sampling]
+            deltas += self._sample([each[0] for each in sampling], SamplingBatch(rows), logits)
+        if self.counters.requests_failed > failed:
+            self.scheduler.requeue_withdrawn()
+        return deltas + self._advance_beams(searching)
+
+    def _behind(self, step: Step) -> tuple[list[tuple[Branch, int, int]], list[tuple[Branch, int]]]:
+        """Who samples (each with its position) and who searches, by rows of the step's logits."""
+        sampling: list[tuple[Branch, int, int]] = []
+        searching: list[tuple[Branch, int]] = []
         wanted = 0
         for row in step.rows:
-            if row.decodes:
-                self.cache.commit(row.sequence, row.stop)
-                self.counters.decoded_tokens += 1
             if row.samples:
                 if row.branch.request.beams is not None:
                     searching.append((row.branch, wanted))
                 else:
-                    for branch in self._branches_behind(row):
-                        sampling.append((row, branch))
-                        index.append(wanted)
+                    branches = self._branches_behind(row)
+                    sampling += [(branch, row.stop, wanted) for branch in branches]
                 wanted += 1
+        return sampling, searching
+
+    def _look(self, searching: list[tuple[Branch, int]], logits: torch.Tensor) -> list[TokenDelta]:
+        """Note what may follow each beam; what came of those for which nothing may."""
         deltas: list[TokenDelta] = []
         for request, fault in self.beams.look(searching, logits).items():
             deltas += self._fail([request], fault) if fault else self._fail_numerically(request)
-        if index != list(range(wanted)):
-            logits = logits[torch.tensor(index, dtype=torch.int64)]
-        deltas += self._sample(sampling, logits)
-        if any(delta.finish_reason == "error" for delta in deltas):
-            self.scheduler.requeue_withdrawn()
-        return deltas + self._advance_beams(searching)
+        return deltas
 
     def _advance_beams(self, searching: list[tuple[Branch, int]]) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
@@ -265,35 +285,73 @@ class Engine:
         return deltas
 
     def _sample(
-        self, sampling: list[tuple[ScheduledRow, Branch]], logits: torch.Tensor
+        self,
+        branches: list[Branch],
+        batch: SamplingBatch,
+        logits: torch.Tensor,
+        decodes: Decodes | None = None,
     ) -> list[TokenDelta]:
+        """A token for each branch, and what becomes of it; ``decodes`` if they are all of these."""
         try:
-            sampled = sample(logits, [self._sampling_row(row, branch) for row, branch in sampling])
+            sampled = sample(logits, batch)
         except Exception as error:
-            return self._fail((branch.request for _, branch in sampling), error)
+            return self._fail((branch.request for branch in branches), error)
+        if batch.asked:
+            for branch, logprobs in zip(branches, sampled.logprobs, strict=True):
+                if logprobs is not None:
+                    branch.logprobs.append(logprobs)
+        tokens = sampled.token_ids.tolist()
+        if not sampled.valid.all():
+            deltas = self._end_invalid(branches, sampled)
+            pairs = zip(branches, tokens, strict=True)
+            left = [pair for pair in pairs if pair[0].request.status is not Status.FINISHED]
+            return deltas + self._push([branch for branch, _ in left], [token for _, token in left])
+        if decodes is None or decodes.ranked:
+            return self._push(branches, tokens)
+        added = add_each(decodes.streams, tokens)
+        if added.ended or added.failures:
+            return self._note_each(branches, tokens, added)
+        # Nothing but texts that have grown.
+        self.counters.sampled_tokens += len(tokens)
+        for branch, token in zip(branches, tokens, strict=True):
+            branch.next_token = token
+        return [*map(TokenDelta, decodes.request_ids, decodes.indices, tokens, added.texts)]
+
+    def _end_invalid(self, branches: list[Branch], sampled: SampledTokens) -> list[TokenDelta]:
+        """End the requests for which there is no token."""
         deltas: list[TokenDelta] = []
-        for (_, branch), token, valid, exhausted, logprobs in zip(
-            sampling,
-            sampled.token_ids.tolist(),
-            sampled.valid,
-            sampled.exhausted,
-            sampled.logprobs,
-            strict=True,
-        ):
-            if branch.request.status is Status.FINISHED:
+        for place in np.flatnonzero(~sampled.valid).tolist():
+            request = branches[place].request
+            if request.status is Status.FINISHED:
                 continue
-            if exhausted:
-                deltas += self._end(branch.request, RequestError(NO_TOKEN_LEFT))
+            if sampled.exhausted[place]:
+                deltas += self._end(request, RequestError(NO_TOKEN_LEFT))
+            else:
+                deltas += self._fail_numerically(request)
+        return deltas
+
+    def _push(self, branches: list[Branch], tokens: list[int]) -> list[TokenDelta]:
+        added = add_each([branch.stream for branch in branches], tokens)
+        return self._note_each(branches, tokens, added)
+
+    def _note_each(
+        self, branches: list[Branch], tokens: list[int], added: Added
+    ) -> list[TokenDelta]:
+        """What becomes of each branch that has got a token, or failed to take it."""
+        deltas: list[TokenDelta] = []
+        self.counters.sampled_tokens += len(tokens) - len(added.failures)
+        for place, branch in enumerate(branches):
+            if branch.request.status is Status.FINISHED:  # A sibling has failed.
                 continue
-            if not valid:
-                deltas += self._fail_numerically(branch.request)
-                continue
-            if logprobs is not None:
-                branch.logprobs.append(logprobs)
-            try:
-                deltas += self._push(branch, token)
-            except Exception as error:  # a tokenizer's, which is not ours to trust
-                deltas += self._fail([branch.request], error)
+            if place in added.failures:
+                deltas += self._fail([branch.request], added.failures[place])
+            else:
+                deltas += self._note(branch, tokens[place], added.texts[place])
+        # Not before, or the last tokens of siblings that end in the same step would be lost.
+        for request in dict.fromkeys(branch.request for branch in branches if branch.finished):
+            if request.status is not Status.FINISHED and not request.live_branches:
+                self._close(request)
+                deltas += rank(request) if request.params.ranked else []
         return deltas
 
     def _branches_behind(self, row: ScheduledRow) -> list[Branch]:
@@ -305,38 +363,16 @@ class Engine:
             return request.branches
         return [row.branch]
 
-    def _sampling_row(self, row: ScheduledRow, branch: Branch) -> SamplingRow:
-        request = branch.request
-        stream = branch.stream
-        return SamplingRow(
-            request.params,
-            request.seed,
-            branch.index,
-            row.stop,
-            stream.banned_tokens,
-            stream.edits,
-            None if stream.grammar is None else stream.grammar.allowed,
-        )
-
-    def _push(self, branch: Branch, token: int) -> list[TokenDelta]:
-        request = branch.request
+    def _note(self, branch: Branch, token: int, text: str) -> list[TokenDelta]:
+        """What becomes of a branch that has got a token, and its text."""
+        request, stream = branch.request, branch.stream
         ranked = request.params.ranked
         if request.first_token_at is None and not ranked:
             request.first_token_at = time.perf_counter()
-        self.counters.sampled_tokens += 1
-        delta = branch.stream.push(token)
-        text = delta.text
-        if delta.finish_reason is None and branch.num_tokens >= self.max_model_len:
-            delta = branch.stream.finish()
-            text += delta.text
-        if delta.finish_reason is None:
+        if stream.finish_reason is None:
             branch.next_token = token
         else:
             self.scheduler.release(branch)
-            if not request.live_branches:
-                self._close(request)
-                if ranked:
-                    return rank(request)
         if ranked:
             return []
         return [
@@ -345,8 +381,8 @@ class Engine:
                 branch.index,
                 token,
                 text,
-                delta.finish_reason,
-                delta.stop_reason,
+                stream.finish_reason,
+                stream.stop_reason,
             )
         ]
 

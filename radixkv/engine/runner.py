@@ -12,7 +12,8 @@ import torch
 from radixkv.attention import AttentionBackend, AttentionBatch, Row, make_batch
 from radixkv.cache import CopyOrder, copy_waves
 from radixkv.cache.hashing import TOKEN_BYTES, TOKEN_DTYPE
-from radixkv.engine.scheduler import ScheduledRow, Step
+from radixkv.engine.decodes import Decodes, ScheduledRow
+from radixkv.engine.scheduler import Step
 from radixkv.engine.stats import EngineCounters
 from radixkv.model.adapter import ModelAdapter
 
@@ -58,20 +59,22 @@ class ModelRunner:
 
     def _grow(self, step: Step) -> AttentionBatch | None:
         """The last step's batch one token on, if the same sequences only go on decoding."""
-        if self._last is None or step.copies or not self._last.goes_on(step.rows):
+        if self._last is None or step.copies or not self._last.goes_on(step):
             return None
-        return self._last.grow()
+        self.counters.steps_grown += 1
+        return self._last.grow(step.decodes)
 
     def _lay_out(self, step: Step) -> AttentionBatch:
         """Any step, from its rows."""
+        rows = step.rows
         batch = make_batch(
-            [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in step.rows],
+            [Row(row.sequence.block_table, row.start, row.stop - row.start) for row in rows],
             self.backend.store.block_size,
-            keep=[row.computes for row in step.rows],
+            keep=[row.computes for row in rows],
             cost=self.backend.cost,
         )
         batch.copies = [self._slots(order) for order in step.copies if order.after_write]
-        self._last = _LastStep(step.rows, batch)
+        self._last = _LastStep(step, rows, batch)
         return batch
 
     def _slots(self, order: CopyOrder) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,48 +101,50 @@ class _LastStep:
         Which queries' logits are wanted, in the order of the step's rows.
     """
 
-    def __init__(self, rows: list[ScheduledRow], batch: AttentionBatch) -> None:
+    def __init__(self, step: Step, rows: list[ScheduledRow], batch: AttentionBatch) -> None:
         self.batch = batch
-        order = batch.plan.order
+        self._order = batch.plan.order
         place = np.empty(len(rows), np.int64)
-        place[order] = np.arange(len(rows))
-        ordered = [rows[index] for index in order.tolist()]
+        place[self._order] = np.arange(len(rows))
+        ordered = [rows[index] for index in self._order.tolist()]
         self.tokens = _tokens(ordered)
         self.wanted = _wanted(rows, batch.offsets[1:][place])
-        # Held, not only named: an id would be given to another sequence.
-        self._decoding = [row.sequence for row in rows if row.decodes]
-        self._next = [row.stop for row in rows]
+        # None if others than these had rows, too.
+        self._decodes = None if step.prompts else step.decodes
+        self._turn = self._first_turn = step.decodes.turn
         self._ordered = [row.sequence for row in ordered]
-        self._shapes = self._now()
+        self._shown = self._num_shown()
+        # In which of the next steps each row begins a block.
+        size = batch.block_size
+        self._begins: list[list[int]] = [[] for _ in range(size)]
+        if self._decodes is not None:
+            for row, position in enumerate(batch.positions.tolist()):
+                self._begins[-position % size].append(row)
 
-    def goes_on(self, rows: list[ScheduledRow]) -> bool:
-        """Whether these rows are the same, all decoding, each a token further."""
+    def goes_on(self, step: Step) -> bool:
+        """Whether a step has the same rows, all decoding, each a token further."""
         return (
-            len(rows) == len(self._next)
-            and [row.decodes and row.branch.sequence for row in rows] == self._decoding
-            and [row.start for row in rows] == self._next
+            step.decodes is self._decodes
+            and not step.prompts
+            and step.decodes.turn == self._turn + 1
         )
 
-    def grow(self) -> AttentionBatch:
+    def grow(self, decodes: Decodes) -> AttentionBatch:
         """The batch of such rows, and their tokens; what is wanted of them stays."""
-        shapes, tables = self._now(), {}
-        if shapes != self._shapes:
-            pairs = zip(shapes, self._shapes, strict=True)
-            changed = [place for place, (now, then) in enumerate(pairs) if now != then]
-            tables = {place: self._ordered[place].block_table for place in changed}
-        self._shapes = shapes
-        self._next = [stop + 1 for stop in self._next]
-        last = b"".join([sequence.data[-TOKEN_BYTES:] for sequence in self._ordered])
-        self.tokens = np.frombuffer(last, TOKEN_DTYPE).astype(np.int64)
-        self.batch = self.batch.grown(tables)
+        shown = self._num_shown()
+        # Where nothing was copied, a table has changed if it has a new block, or if blocks that
+        # others show have taken the place of its own.
+        changed = self._begins[(decodes.turn - self._first_turn) % self.batch.block_size]
+        if shown != self._shown:
+            pairs = enumerate(zip(shown, self._shown, strict=True))
+            changed = [*changed, *(place for place, (now, then) in pairs if now != then)]
+        self._turn, self._shown = decodes.turn, shown
+        self.tokens = decodes.tokens[self._order].astype(np.int64)
+        self.batch = self.batch.grown({p: self._ordered[p].block_table for p in changed})
         return self.batch
 
-    def _now(self) -> list[tuple[int, int]]:
-        """What tells whether a table has changed, where nothing was copied.
-
-        It has a new block, or one that others show takes the place of its own.
-        """
-        return [(sequence.num_tree_blocks, len(sequence.table)) for sequence in self._ordered]
+    def _num_shown(self) -> list[int]:
+        return [sequence.num_tree_blocks for sequence in self._ordered]
 
 
 def _tokens(rows: list[ScheduledRow]) -> npt.NDArray[np.int64]:

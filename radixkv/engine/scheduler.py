@@ -11,8 +11,12 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from radixkv.cache import CopyOrder, PrefixCache, Retention, Sequence
+from radixkv.cache.hashing import TOKEN_DTYPE
 from radixkv.config import EngineConfig
+from radixkv.engine.decodes import Decodes, ScheduledRow, Tokens
 from radixkv.engine.holds import Holds
 from radixkv.engine.request import NOTHING, Branch, Request, Status
 from radixkv.engine.stats import EngineCounters
@@ -27,62 +31,30 @@ SCORED_PER_STEP = 256
 
 
 @dataclass(slots=True)
-class ScheduledRow:
-    """One sequence's share of a step.
-
-    Attributes
-    ----------
-    start, stop : int
-        Positions of its queries, half-open.
-    computes : bool
-        Whether their keys and values are computed and written; what is cached already is a query
-        only where its logits are wanted, as behind a prompt that is cached to the end.
-    samples : bool
-        Whether a token is sampled behind them.
-    decodes : bool
-        Whether the one query is a token that was sampled in an earlier step.
-    logits_from : int
-        The first position whose logits are wanted, whether or not a token is sampled behind them.
-    """
-
-    branch: Branch
-    start: int
-    stop: int
-    computes: bool = True
-    samples: bool = True
-    decodes: bool = False
-    logits_from: int = NOTHING
-
-    @property
-    def num_logits(self) -> int:
-        """Queries whose logits are wanted: the last ones."""
-        return max(self.stop - self.logits_from, int(self.samples))
-
-    @property
-    def num_scored(self) -> int:
-        """Logits that are wanted for tokens of the prompt: all but those that are sampled from."""
-        return self.num_logits - self.samples
-
-    @property
-    def sequence(self) -> Sequence:
-        assert self.branch.sequence is not None
-        return self.branch.sequence
-
-
-@dataclass(slots=True)
 class Step:
     """What to compute, and the block copies to make for it.
 
     Attributes
     ----------
+    decodes : Decodes
+    prompts : list of ScheduledRow
     refused : (Request, OutOfBlocksError) or None
         A request that found no room though none is running: blocks are held by others than the
         engine, and nothing that the engine does will free them.
     """
 
-    rows: list[ScheduledRow] = field(default_factory=list)
+    decodes: Decodes
+    prompts: list[ScheduledRow] = field(default_factory=list)
     copies: list[CopyOrder] = field(default_factory=list)
     refused: tuple[Request, OutOfBlocksError] | None = None
+
+    @property
+    def rows(self) -> list[ScheduledRow]:
+        """All rows: first those that decode."""
+        return self.decodes.rows + self.prompts
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.prompts)
 
 
 class Scheduler:
@@ -105,56 +77,89 @@ class Scheduler:
         self.holds = Holds(cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._decodes = Decodes([], [], None)
+        # Who goes on in the step that is being scheduled, and their tokens while they are known.
+        self._going_on: list[Branch] = []
+        self._tokens: Tokens | None = None
+        # Whether no others than the last step's decodes can have a token to go on from.
+        self._alone = False
 
     def schedule(self) -> Step:
         """Choose the next step's rows and hold the blocks they need."""
-        step = Step()
         preemptions = self.counters.preemptions
         # Whoever may take blocks from others comes first: what a step was promised stays.
-        self._schedule_decodes(step)
-        self._resume_branches(step)
-        budget = self.config.max_num_batched_tokens - len(step.rows)
+        self._go_on()
+        self._resume_branches()
+        decodes = self._decode()
+        step = Step(decodes)
+        budget = self.config.max_num_batched_tokens - len(decodes)
         for request in self.running:
             budget = self._schedule_prefills(step, request, budget)
         # Whoever just lost its blocks must not be the one to take them back.
         if self.counters.preemptions == preemptions:
             self._admit_waiting(step, budget)
         step.copies = self.cache.take_copies()
+        # A prompt's branches have tokens next time, and beams are others then.
+        self._alone = self._alone and not step.prompts and not decodes.searching
         return step
 
     # -- decodes ---------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, step: Step) -> None:
-        """A row for each branch that has a token to go on from; may preempt."""
+    def _go_on(self) -> None:
+        """Append the token of each branch that has one, as far as the budget goes; may preempt."""
         budget = self.config.max_num_batched_tokens
-        branches = [
+        branches = self._with_token()
+        if len(branches) > budget:
+            # Whoever waited longest for its turn goes first.
+            branches.sort(key=lambda branch: len(branch.stream.token_ids))
+        first = branches[:budget]
+        self._alone = len(first) == len(branches)
+        tokens = np.array([branch.next_token for branch in first], TOKEN_DTYPE)
+        done = self.cache.append_each(_sequences(first), tokens.tobytes())
+        self._going_on = first[:done]
+        self._tokens = tokens[:done]
+        for branch in self._going_on:
+            branch.next_token = -1
+        for branch in branches[done:]:
+            if len(self._going_on) == budget:
+                break
+            self._tokens = None
+            if self._append(branch):
+                self._going_on.append(branch)
+
+    def _with_token(self) -> list[Branch]:
+        """Branches that have a token to go on from, in order of admission."""
+        if self._alone:
+            return [branch for branch in self._decodes.branches if branch.next_token >= 0]
+        return [
             branch
             for request in self.running
             for branch in request.branches
             if branch.next_token >= 0
         ]
-        if len(branches) > budget:
-            # Whoever waited longest for its turn goes first.
-            branches.sort(key=lambda branch: len(branch.stream.token_ids))
-        for branch in branches:
-            if len(step.rows) == budget:
-                break
-            if self._append(step, branch):
-                stop = branch.num_tokens
-                step.rows.append(ScheduledRow(branch, stop - 1, stop, decodes=True))
 
-    def _append(self, step: Step, branch: Branch) -> bool:
+    def _append(self, branch: Branch) -> bool:
         """Make room for the branch's next token; False if its request had to be preempted."""
         while (sequence := branch.sequence) is not None:
             try:
                 sequence.append(branch.next_token)
             except OutOfBlocksError:
                 if not self.holds.reclaim():
-                    self._preempt(step, self._victim())
+                    self._preempt(self._victim())
             else:
                 branch.next_token = -1
                 return True
         return False
+
+    def _decode(self) -> Decodes:
+        """The rows of those that go on; the last step's, moved on, if they are the same."""
+        branches, sequences = self._going_on, _sequences(self._going_on)
+        last = self._decodes
+        if branches == last.branches and sequences == last.sequences:
+            last.move_on(self._tokens)
+        else:
+            self._decodes = Decodes(branches, sequences, self._tokens)
+        return self._decodes
 
     # -- preemption ------------------------------------------------------------------------------
 
@@ -169,9 +174,10 @@ class Scheduler:
         useful = [place for place, loss in enumerate(losses) if loss] or range(len(losses))
         return candidates[min(useful, key=losses.__getitem__)]
 
-    def _preempt(self, step: Step, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         """Take a request out of the step being scheduled, before anything of it is promised."""
-        step.rows = [row for row in step.rows if row.branch.request is not request]
+        self._going_on = [branch for branch in self._going_on if branch.request is not request]
+        self._tokens = None
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:
@@ -195,7 +201,7 @@ class Scheduler:
             if any(branch.sequence and branch.sequence.withdrawn for branch in request.branches):
                 self.requeue(request)
 
-    def _resume_branches(self, step: Step) -> None:
+    def _resume_branches(self) -> None:
         """Blocks for the next branch of each request that comes back; may preempt.
 
         One after the other, each once the one before it is scheduled to its end: so it finds the
@@ -206,7 +212,7 @@ class Scheduler:
                 try:
                     self._acquire(request.to_prefill[0])
                 except OutOfBlocksError:
-                    self._preempt(step, self._victim())
+                    self._preempt(self._victim())
 
     # -- prompts ---------------------------------------------------------------------------------
 
@@ -215,10 +221,14 @@ class Scheduler:
         insort(self.waiting, request, key=lambda waiting: waiting.serial)
 
     def _admit_waiting(self, step: Step, budget: int) -> None:
-        while budget > 0 and self.waiting and self._num_running() < self.config.max_num_seqs:
+        if budget <= 0 or not self.waiting:
+            return
+        running = self._num_running()
+        while budget > 0 and self.waiting and running < self.config.max_num_seqs:
             for request in self._candidates():
-                if budget <= 0 or not self._admit(step, request):
+                if budget <= 0 or not self._admit(step, request, running):
                     return
+                running += len(request.live_branches)
                 budget = self._schedule_prefills(step, request, budget)
 
     def _candidates(self) -> Iterator[Request]:
@@ -230,10 +240,9 @@ class Scheduler:
             others.sort(key=lambda request: -self.cache.match(request.prompt, request.namespace))
         yield from others
 
-    def _admit(self, step: Step, request: Request) -> bool:
+    def _admit(self, step: Step, request: Request, running: int) -> bool:
         """Hold blocks for a whole prompt (or what a branch has of it); False to wait on."""
         live = request.live_branches
-        running = self._num_running()
         if running and running + len(live) > self.config.max_num_seqs:
             return False
         spare = 0
@@ -301,7 +310,7 @@ class Scheduler:
             row = self._prefill_row(branch, sequence, budget, _scored_left(step, request))
             if row is None:
                 break
-            step.rows.append(row)
+            step.prompts.append(row)
             budget -= row.stop - row.start
             if row.samples:
                 request.to_prefill.pop(0)
@@ -378,11 +387,15 @@ class Scheduler:
             self.cache.release(sequence, retention)
 
 
+def _sequences(branches: list[Branch]) -> list[Sequence]:
+    return [branch.sequence for branch in branches if branch.sequence is not None]
+
+
 def _scored_left(step: Step, request: Request) -> int:
     """Logits that a request's next row may ask for; any number if none of its prompt's."""
     if request.next_scored == NOTHING:
         return NOTHING
-    return SCORED_PER_STEP - sum(row.num_scored for row in step.rows)
+    return SCORED_PER_STEP - sum(row.num_scored for row in step.prompts)
 
 
 def _held_alone(request: Request) -> int:

@@ -7,7 +7,8 @@ import math
 import torch
 
 from radixkv.decoding.logprobs import describe
-from radixkv.engine.scheduler import ScheduledRow, Step
+from radixkv.engine.decodes import ScheduledRow
+from radixkv.engine.scheduler import Step
 
 # Rows of logits that are normalised at once: each may be some 150,000 float32 numbers.
 PORTION = 64
@@ -28,7 +29,7 @@ def score_prompts(step: Step, logits: torch.Tensor) -> torch.Tensor:
     tensor (rows that sample, vocabulary)
         The logits to sample from. A row whose prompt had NaN logits anywhere is NaN here.
     """
-    if not any(row.num_scored for row in step.rows):
+    if not any(row.num_scored for row in step.prompts):
         return logits
     sampled, offset = [], 0
     for row in step.rows:

@@ -13,6 +13,8 @@ class EngineCounters:
 
     Attributes
     ----------
+    steps_grown : int
+        Steps in which the same rows as in the one before went on decoding.
     prefilled_tokens : int
         Prompt tokens whose KV was computed; each prefix counts once, whoever shares it.
     recomputed_tokens : int
@@ -28,6 +30,7 @@ class EngineCounters:
     """
 
     steps: int = 0
+    steps_grown: int = 0
     prefilled_tokens: int = 0
     recomputed_tokens: int = 0
     logits_only_tokens: int = 0

@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
+from radixkv.compiled import ROOMS
 from radixkv.errors import NativeBuildError
 from radixkv.native import SOURCES, compile_flags, library_path, missing_feature, source_folder
-from radixkv.native.build_cache import build_cache
+from radixkv.native.build_rooms import build_room
 
 
 def build() -> Path:
@@ -83,14 +86,16 @@ def _libraries() -> list[str]:
 
 
 def main() -> None:
-    """Build both, say where to, and exit with 1 if either failed."""
-    parser = argparse.ArgumentParser(description="Compile radixkv's operators and its cache.")
+    """Build all, say where to, and exit with 1 if any failed."""
+    parser = argparse.ArgumentParser(description="Compile radixkv's operators and rooms.")
     parser.add_argument(
         "--if-possible", action="store_true", help="exit with 0 where they cannot be built"
     )
     arguments = parser.parse_args()
     failed = False
-    for name, make in (("operators", build), ("cache", build_cache)):
+    made: list[tuple[str, Callable[[], Path]]] = [("operators", build)]
+    made += [(room.name, partial(build_room, room)) for room in ROOMS]
+    for name, make in made:
         try:
             print(f"compiled {name}: {make()}")
         except NativeBuildError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from radixkv.attention import (
     choose_backend,
     make_batch,
 )
-from radixkv.attention.native_backend import fits
+from radixkv.attention.native_backend import WorkItems, fits
 
 BF16 = torch.bfloat16
 
@@ -230,12 +229,25 @@ def test_reads_of_rows_that_go_on_are_those_of_a_new_step(span: Span) -> None:
     batch = Step.of(rows, 4, Shape(1, 1, 32, 32, BF16)).batch()
     backend = NativeBackend(NO_STORE)
     backend.reads(batch, span)
-    for taken in ({}, {place: np.array([9, 8, 3 + place, place], np.int32) for place in range(3)}):
+    longer = {place: np.array([9, 8, 3 + place, place], np.int32) for place in range(3)}
+    # Longer than there was room for at first.
+    longest = {1: np.array([9, 8, 4, 1, *range(20, 40)], np.int32)}
+    for taken in ({}, longer, {}, longest, {}):
         batch = batch.grown(taken)
         reads = backend.reads(batch, span)
         new = NativeBackend(NO_STORE).reads(make_batch(batch.rows, 4, plan=batch.plan), span)
-        for mine, other in zip(astuple(reads), astuple(new), strict=True):
-            assert mine.tolist() == other.tolist()
+        assert what_is_read(reads) == what_is_read(new)
+        assert reads.positions.tolist() == new.positions.tolist()
+        assert reads.first.tolist() == new.first.tolist()
+
+
+def what_is_read(work: WorkItems) -> list[tuple[list[int], list[int]]]:
+    """Of each item its queries and keys, and the blocks that it finds them in."""
+    tables = work.tables.tolist()
+    return [
+        ([first, count, start, end], tables[row + start // 4 : row + -(-end // 4)])
+        for first, count, row, start, end in work.items.tolist()
+    ]
 
 
 def test_the_operator_refuses_what_it_would_misread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from beams import Answer, answers, assert_same, hugging_face
+from failing import let_fail
 from fake import check_over, make_engine
 from tiny_model import VOCABULARY, tiny_llama
 
 from radixkv.cache import PrefixCache
-from radixkv.decoding import BeamSearchParams, SamplingParams, TextDelta, TextStream
+from radixkv.decoding import BeamSearchParams, SamplingParams
 from radixkv.engine import TokenDelta, output_of
 from radixkv.errors import NumericalError, PromptTooLongError, RequestError
 from radixkv.llm import LLM
@@ -421,21 +423,15 @@ def test_nan_logits_fail_alone(
 
 @pytest.mark.parametrize("call", [1, 3, 20, 60])
 def test_a_failing_tokenizer_fails_its_search_alone(
-    make_llm: MakeLLM, beams: Beams, monkeypatch: pytest.MonkeyPatch, call: int
+    make_llm: MakeLLM, beams: Beams, call: int
 ) -> None:
     llm = make_llm()
     broken = llm.engine.add_request(prompt(1), FOUR)
     healthy = llm.engine.add_request(prompt(2), FOUR)
-    push, calls = TextStream.push, []
-
-    def fail(stream: TextStream, token: int) -> TextDelta:
-        if stream.params is broken.params:
-            calls.append(token)
-            if len(calls) == call:
-                raise ValueError("no such token")
-        return push(stream, token)
-
-    monkeypatch.setattr(TextStream, "push", fail)
+    count = itertools.count(1)
+    assert broken.beams is not None
+    for stream in (broken.beams.blank, *(branch.stream for branch in broken.branches)):
+        let_fail(stream, lambda: next(count) == call)
     for _ in steps(llm):
         pass
     assert "no such token" in str(broken.error)

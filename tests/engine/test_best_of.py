@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from failing import let_fail
 
-from radixkv.decoding import SamplingParams, TextDelta, TextStream
+from radixkv.decoding import SamplingParams
 from radixkv.engine import Completion, TokenDelta, output_of
 from radixkv.errors import PromptTooLongError, RequestError, UnsupportedParameterError
 from radixkv.llm import LLM
@@ -113,7 +114,7 @@ def test_under_preemption(make_llm: MakeLLM) -> None:
     assert [output.token_ids for output in outputs] == [its.token_ids for its in expected]
 
 
-def test_abort_and_failure(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_and_failure(make_llm: MakeLLM) -> None:
     llm = make_llm()
     params = replace(SIX, n=2, best_of=6, ignore_eos=True)
     aborted = llm.engine.add_request(prompt(1), params)
@@ -124,31 +125,20 @@ def test_abort_and_failure(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -
     assert len(output_of(aborted).outputs) == 2
     assert all(c.score is None for c in output_of(aborted).outputs)
 
-    def fail(stream: TextStream, token: int) -> TextDelta:
-        raise ValueError("no such token")
-
-    monkeypatch.setattr(TextStream, "push", fail)
+    for branch in broken.branches:
+        let_fail(branch.stream, lambda: True)
     deltas = llm.engine.step()
     assert [(delta.index, delta.finish_reason) for delta in deltas] == [(0, "error"), (1, "error")]
     assert "no such token" in str(broken.error)
 
 
-def test_a_failure_ends_what_had_ended_unseen(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_ends_what_had_ended_unseen(make_llm: MakeLLM) -> None:
     """The first sample is complete when another fails: nobody was told, so it fails as well."""
     llm = make_llm()
-    push = TextStream.push
     request = llm.engine.add_request(prompt(2), replace(SIX, n=1, best_of=6, stop_token_ids=[]))
-
-    def fail(stream: TextStream, token: int) -> TextDelta:
-        place = [branch.stream for branch in request.branches].index(stream)
-        if len(stream.token_ids) == 3 and place == 5:
-            raise ValueError("no such token")
-        delta = push(stream, token)
-        return stream.finish() if place == 0 else delta
-
-    monkeypatch.setattr(TextStream, "push", fail)
+    first, *_, last = (branch.stream for branch in request.branches)
+    first._most = 1
+    let_fail(last, lambda: len(last.token_ids) == 4)
     deltas: list[TokenDelta] = []
     while llm.engine.has_work:
         deltas += llm.engine.step()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing import let_fail
 
 from radixkv.decoding import SamplingParams
 from radixkv.engine.interrupts import DeferredInterrupts
@@ -170,30 +171,18 @@ def test_a_callback_that_raises_ends_its_requests_at_once(make_llm: MakeLLM) -> 
     assert not llm.engine.has_work
 
 
-def test_a_tokenizer_that_fails_fails_alone(
-    make_llm: MakeLLM, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_fails_fails_alone(make_llm: MakeLLM, reference: Reference) -> None:
     llm = make_llm()
     bad = llm.engine.add_request(prompt(1), SamplingParams(n=2, max_tokens=6, seed=1))
     good = llm.engine.add_request(prompt(2), GREEDY)
-    monkeypatch.setattr(type(bad.branches[1].stream), "push", _failing_for(bad.branches[1].stream))
+    stream = bad.branches[1].stream
+    let_fail(stream, lambda: len(stream.token_ids) == 3)
     while llm.engine.has_work:
         llm.engine.step()
         llm.cache.check()
     assert isinstance(bad.error, EngineStoppedError)
-    assert "no such byte" in str(bad.error)
+    assert "no such token" in str(bad.error)
     assert good.branches[0].stream.token_ids == reference(prompt(2), 6)
-
-
-def _failing_for(stream: Any) -> Callable[..., Any]:
-    push = type(stream).push
-
-    def failing(self: Any, token: int) -> Any:
-        if self is stream and len(self.token_ids) == 2:
-            raise UnicodeError("no such byte")
-        return push(self, token)
-
-    return failing
 
 
 def test_bad_settings_are_refused_before_loading(tiny: LoadedModel) -> None:

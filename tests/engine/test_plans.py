@@ -40,6 +40,7 @@ def test_a_decode_loop_plans_once(make_llm: MakeLLM, planned: list[int]) -> None
     assert llm.stats().engine.steps == 41
     # The prompts, then the first decode.
     assert planned == [2, 2]
+    assert llm.stats().engine.steps_grown == 39
 
 
 def test_membership_changes_the_plan(make_llm: MakeLLM, planned: list[int]) -> None:
@@ -47,6 +48,7 @@ def test_membership_changes_the_plan(make_llm: MakeLLM, planned: list[int]) -> N
     planned.clear()
     llm.generate([list(range(30)), list(range(100, 130))], [params(11), params(31)])
     assert planned == [2, 2, 1]
+    assert llm.stats().engine.steps_grown == 31 - len(planned)
 
 
 def test_a_fork_and_its_copies_change_the_plan(make_llm: MakeLLM, planned: list[int]) -> None:

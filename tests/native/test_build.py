@@ -15,6 +15,8 @@ from radixkv import native
 from radixkv.errors import NativeBuildError
 from radixkv.native import build
 
+ROOMS_MADE = "compiled cache: /made\ncompiled decoding: /made\n"
+
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -132,7 +134,7 @@ def test_the_command_says_why_not(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/compiler")
     monkeypatch.setattr(sys, "argv", ["build", *arguments])
-    monkeypatch.setattr(build, "build_cache", lambda: Path("/made"))
+    monkeypatch.setattr(build, "build_room", lambda room: Path("/made"))
     if arguments:
         build.main()
     else:
@@ -141,7 +143,7 @@ def test_the_command_says_why_not(
     said = capsys.readouterr()
     assert "compiled operators: not built (" in said.err
     # What fails does not stop the other.
-    assert said.out == "compiled cache: /made\n"
+    assert said.out == ROOMS_MADE
 
 
 @pytest.mark.skipif(native.missing_feature() is not None, reason="not for this machine")
@@ -152,10 +154,10 @@ def test_the_command_says_why_not(
 @pytest.mark.usefixtures("_elsewhere")
 def test_built_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["build"])
-    monkeypatch.setattr(build, "build_cache", lambda: Path("/made"))
+    monkeypatch.setattr(build, "build_room", lambda room: Path("/made"))
     build.main()
     path = native.library_path()
-    assert capsys.readouterr().out == f"compiled operators: {path}\ncompiled cache: /made\n"
+    assert capsys.readouterr().out == f"compiled operators: {path}\n{ROOMS_MADE}"
     made = path.stat().st_mtime_ns
     build.main()
     assert path.stat().st_mtime_ns == made

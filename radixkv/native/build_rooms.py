@@ -1,4 +1,4 @@
-"""Compile the prefix cache with mypyc; see `radixkv.compiled`."""
+"""Compile rooms with mypyc; see `radixkv.compiled`."""
 
 from __future__ import annotations
 
@@ -10,62 +10,64 @@ import sys
 import tempfile
 from pathlib import Path
 
-from radixkv.compiled import COMPILED, SUFFIX, compiled_folder, sources
+from radixkv.compiled import SUFFIX, Room
 from radixkv.errors import NativeBuildError
 
-OPTIONS = ("--follow-imports", "silent", "--ignore-missing-imports", "--explicit-package-bases")
+OPTIONS = ("--ignore-missing-imports", "--explicit-package-bases")
 
 
-def build_cache() -> Path:
-    """Compile the cache's modules into the cache folder, unless they lie there already.
+def build_room(room: Room) -> Path:
+    """Compile a room's modules into the cache folder, unless they lie there already.
 
-    Takes half a minute. The sources are compiled as they are; nothing is written beside them.
+    The cache takes half a minute, decoding some seconds. The sources are compiled as they are;
+    nothing is written beside them.
 
     Raises
     ------
     NativeBuildError
         With the reason: no mypyc, no C compiler, or what it said.
     """
-    folder = compiled_folder()
+    folder = room.folder()
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("mypyc") is None:
-        raise NativeBuildError("the cache needs mypyc to be compiled: pip install 'mypy[mypyc]'")
+        raise NativeBuildError("mypyc is needed to compile it: pip install 'mypy[mypyc]'")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             workshop, made = Path(scratch) / "sources", Path(scratch) / "made"
-            _copy_sources(workshop / "radixkv")
-            _run_mypyc(workshop)
+            _copy_sources(room, workshop / "radixkv")
+            _run_mypyc(room, workshop)
             made.mkdir()
             for library in (
                 *workshop.glob(f"*{SUFFIX}"),
-                *workshop.glob(f"radixkv/cache/*{SUFFIX}"),
+                *workshop.glob(f"radixkv/{room.name}/*{SUFFIX}"),
             ):
                 library.rename(made / library.name)
             _put_in_place(made, folder)
     except OSError as error:
-        raise NativeBuildError(f"the compiled cache cannot be stored: {error}") from error
+        raise NativeBuildError(f"compiled {room.name} cannot be stored: {error}") from error
     return folder
 
 
-def _copy_sources(package: Path) -> None:
-    """Only what the cache needs: mypyc would read, and compile against, all that it finds."""
-    (package / "cache").mkdir(parents=True)
+def _copy_sources(room: Room, package: Path) -> None:
+    """Only what the room needs: mypyc would read, and compile against, all that it finds."""
+    (package / room.name).mkdir(parents=True)
     (package / "__init__.py").touch()
-    for path in sources():
+    for path in room.sources():
         if path.name != "__init__.py":
-            target = package / path.name if path.parent.name == "radixkv" else None
-            shutil.copy(path, target or package / "cache" / path.name)
-    (package / "cache" / "__init__.py").touch()
+            target = package if path.parent.name == "radixkv" else package / room.name
+            shutil.copy(path, target / path.name)
+    (package / room.name / "__init__.py").touch()
 
 
-def _run_mypyc(workshop: Path) -> None:
-    modules = [f"radixkv/cache/{name}.py" for name in COMPILED]
+def _run_mypyc(room: Room, workshop: Path) -> None:
+    modules = [f"radixkv/{room.name}/{name}.py" for name in room.modules]
+    follow = ("--follow-imports", "silent" if room.follows else "skip")
     # Higher levels take as long to compile and run no faster.
     environment = {**os.environ, "MYPYC_OPT_LEVEL": "2", "MYPYC_DEBUG_LEVEL": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "mypyc", *OPTIONS, *modules],
+        [sys.executable, "-m", "mypyc", *follow, *OPTIONS, *modules],
         cwd=workshop,
         env=environment,
         capture_output=True,

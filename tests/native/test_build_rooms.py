@@ -12,8 +12,9 @@ import pytest
 
 import radixkv.cache
 from radixkv import compiled
+from radixkv.compiled import CACHE, DECODING, ROOMS, Room
 from radixkv.errors import NativeBuildError
-from radixkv.native import build_cache
+from radixkv.native import build_rooms
 
 PACKAGE = Path(compiled.__file__).parent
 PROBE = """
@@ -32,7 +33,7 @@ print(radixkv.cache.IS_COMPILED, pool.__spec__.origin, cache.match([1, 2, 3, 4])
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the cache would be compiled to; nothing is there."""
     monkeypatch.setenv("RADIXKV_CACHE", str(tmp_path))
-    return compiled.compiled_folder()
+    return CACHE.folder()
 
 
 def run(code: str, *, package: Path = PACKAGE) -> subprocess.CompletedProcess[str]:
@@ -47,24 +48,30 @@ def run(code: str, *, package: Path = PACKAGE) -> subprocess.CompletedProcess[st
 
 
 def test_the_folder_is_named_by_the_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folder == compiled.compiled_folder()
+    assert folder == CACHE.folder()
     other = folder.parent / "radixkv"
     (other / "cache").mkdir(parents=True)
-    for path in compiled.sources():
+    for path in CACHE.sources():
         target = other / "cache" if path.parent.name == "cache" else other
         shutil.copy(path, target / path.name)
     monkeypatch.setattr(compiled, "__file__", str(other / "compiled.py"))
-    assert compiled.compiled_folder() == folder
+    assert CACHE.folder() == folder
     for name in ("cache/retention.py", "errors.py"):  # Not compiled, but compiled against.
         with (other / name).open("a") as file:
             file.write("# changed\n")
-        assert compiled.compiled_folder() != folder
-        folder = compiled.compiled_folder()
+        assert CACHE.folder() != folder
+        folder = CACHE.folder()
 
 
-def test_every_compiled_module_exists() -> None:
-    names = {path.stem for path in compiled.sources()}
-    assert set(compiled.COMPILED) <= names
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_every_compiled_module_exists(room: Room) -> None:
+    names = {path.stem for path in room.sources() if path.parent.name == room.name}
+    assert set(room.modules) <= names
+
+
+def test_a_room_that_follows_no_types_depends_on_its_own_modules_alone() -> None:
+    assert not DECODING.follows
+    assert {path.stem for path in DECODING.sources()} == set(DECODING.modules)
 
 
 @pytest.mark.usefixtures("folder")
@@ -86,10 +93,10 @@ def test_an_edited_source_runs_as_it_stands(tmp_path: Path) -> None:
 def test_a_library_that_does_not_load_is_said_and_done_without(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / f"abc__mypyc{compiled.SUFFIX}").write_text("no library")
-    assert build_cache.build_cache() == folder
+    assert build_rooms.build_room(CACHE) == folder
     done = run("import logging; logging.basicConfig()\n" + PROBE)
     assert done.stdout.split() == ["False", str(PACKAGE / "cache" / "pool.py"), "3"]
-    assert "the compiled cache cannot be loaded, Python's is used" in done.stderr
+    assert "compiled cache cannot be loaded, Python's is used" in done.stderr
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError("not yours")])
@@ -101,28 +108,27 @@ def test_a_user_without_a_folder_can_import_it(
 
     monkeypatch.setattr(compiled, "cache_folder", no_folder)
     search_path = ["here"]
-    assert not compiled.use_compiled(search_path)
+    assert not compiled.use_compiled(CACHE, search_path)
     assert search_path == ["here"]
 
 
 def test_an_empty_folder_is_nothing_compiled(folder: Path) -> None:
     folder.mkdir(parents=True)
     search_path = ["here"]
-    assert not compiled.use_compiled(search_path)
+    assert not compiled.use_compiled(CACHE, search_path)
     assert search_path == ["here"]
 
 
 def test_no_mypyc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NativeBuildError, match=r"pip install 'mypy\[mypyc\]'"):
-        build_cache.build_cache()
+        build_rooms.build_room(CACHE)
     assert not folder.exists()
 
 
-def test_what_mypyc_says_is_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_cache, "COMPILED", ("no_such_module",))
+def test_what_mypyc_says_is_passed_on(folder: Path) -> None:
     with pytest.raises(NativeBuildError, match=r"mypyc failed:\n.*no_such_module"):
-        build_cache.build_cache()
+        build_rooms.build_room(CACHE._replace(modules=("no_such_module",)))
     assert list(folder.parent.iterdir()) == []
 
 
@@ -130,7 +136,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RADIXKV_CACHE", str(tmp_path / "file"))
     with pytest.raises(NativeBuildError, match="cannot be stored"):
-        build_cache.build_cache()
+        build_rooms.build_room(CACHE)
 
 
 def test_another_process_may_be_first(folder: Path, tmp_path: Path) -> None:
@@ -138,7 +144,7 @@ def test_another_process_may_be_first(folder: Path, tmp_path: Path) -> None:
     for place in (made, folder):
         place.mkdir(parents=True)
         (place / "pool.so").touch()
-    build_cache._put_in_place(made, folder)
+    build_rooms._put_in_place(made, folder)
     assert [entry.name for entry in folder.iterdir()] == ["pool.so"]
 
 
@@ -149,6 +155,32 @@ def test_what_was_compiled_runs() -> None:
     done = run(PROBE)
     is_compiled, pool, matched = done.stdout.split()
     assert is_compiled == "True", done.stderr
-    assert compiled.compiled_folder() in Path(pool).parents
+    assert CACHE.folder() in Path(pool).parents
     assert Path(pool).suffix in (".so", ".pyd")
     assert matched == "3"
+
+
+DECODING_PROBE = """
+import radixkv.decoding
+from radixkv.decoding import SamplingParams, TextStream, stopping
+stream = TextStream(SamplingParams(max_tokens=2, ignore_eos=True))
+twin = stream.copy()
+print(radixkv.decoding.IS_COMPILED, stopping.__spec__.origin)
+print(*[delta[1] for delta in (stream.push(5), stream.push(6))], twin.token_ids)
+"""
+
+
+def test_decoding_compiles_by_itself(folder: Path) -> None:
+    """Some seconds; what was compiled is what runs, and gives the same."""
+    done = run(DECODING_PROBE)
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["False", str(PACKAGE / "decoding" / "stopping.py")], done.stderr
+    if importlib.util.find_spec("mypyc") is None or not shutil.which("cc"):
+        pytest.skip("nothing to compile with")
+    made = build_rooms.build_room(DECODING)
+    assert made.parent == folder.parent
+    again = run(DECODING_PROBE)
+    is_compiled, module = again.stdout.splitlines()[0].split()
+    assert is_compiled == "True", again.stderr
+    assert made in Path(module).parents
+    assert again.stdout.splitlines()[1] == lines[1] == "None length []"
