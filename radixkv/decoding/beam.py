@@ -22,6 +22,7 @@ from torch import Tensor
 from radixkv.decoding.apply import apply_edits
 from radixkv.decoding.beam_params import BeamSearchParams
 from radixkv.decoding.edits import LogitEdits
+from radixkv.decoding.likeliest import likeliest
 from radixkv.decoding.logprobs import TokenLogprobs, describe
 
 
@@ -120,10 +121,7 @@ def _propose(
     # Whatever is wrong with one logit makes the whole line NaN.
     if np.isnan(own.max()):
         return None
-    last = max(len(edited) - k, 0)
-    found = np.flatnonzero(edited >= np.partition(edited, last)[last])
-    found = found[np.argsort(-edited[found], kind="stable")[:k]]
-    found = found[np.isfinite(edited[found])]
+    found = likeliest(edited, k)
     details = () if top is None else tuple(describe(own, token, top) for token in found.tolist())
     return Candidates(found, edited[found], own[found], details)
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from radixkv.decoding.likeliest import likeliest
+
 
 class TokenLogprobs(NamedTuple):
     """What the model itself thought of one sampled token and of its alternatives.
@@ -41,15 +43,6 @@ def describe(row: NDArray[np.float32], token: int, k: int) -> TokenLogprobs:
     """
     own = row[token]
     rank = 1 + np.count_nonzero(row > own) + np.count_nonzero(row[:token] == own)
-    return TokenLogprobs(float(own), int(rank), _likeliest(row, k))
-
-
-def _likeliest(row: NDArray[np.float32], k: int) -> tuple[tuple[int, float], ...]:
-    if k == 0:
-        return ()
-    # Every token that ties with the k-th is a candidate; the stable sort then prefers low ids.
-    last = max(len(row) - k, 0)
-    found = np.flatnonzero(row >= np.partition(row, last)[last])
-    found = found[np.argsort(-row[found], kind="stable")[:k]]
-    found = found[np.isfinite(row[found])]
-    return tuple(zip(found.tolist(), row[found].tolist(), strict=True))
+    found = likeliest(row, k)
+    top = tuple(zip(found.tolist(), row[found].tolist(), strict=True))
+    return TokenLogprobs(float(own), int(rank), top)
