@@ -24,6 +24,7 @@ from radixkv.decoding import (
     TextStream,
     propose,
 )
+from radixkv.engine.endings import Endings
 from radixkv.engine.request import (
     NO_TOKEN_LEFT,
     Branch,
@@ -78,15 +79,22 @@ def make_group(
 class BeamStepper:
     """Takes beam requests from logits to their next branches."""
 
-    def __init__(self, cache: PrefixCache, scheduler: Scheduler, counters: EngineCounters) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        counters: EngineCounters,
+        endings: Endings,
+    ) -> None:
         self.cache = cache
         self.scheduler = scheduler
         self.counters = counters
+        self.endings = endings
 
-    def look(
-        self, rows: Sequence[tuple[Branch, int]], logits: torch.Tensor
-    ) -> dict[Request, Exception | None]:
-        """Note what may follow each beam; changes no sequence.
+    def look(self, rows: Sequence[tuple[Branch, int]], logits: torch.Tensor) -> list[TokenDelta]:
+        """Note what may follow each beam; what came of requests for which nothing may.
+
+        Changes no sequence of the others.
 
         Parameters
         ----------
@@ -94,15 +102,11 @@ class BeamStepper:
             Beams and the rows of their logits.
         logits : tensor (rows, vocabulary)
 
-        Returns
-        -------
-        dict of Request to exception or None
-            Those that cannot go on; None for logits that are no numbers.
         """
         by_request: dict[Request, list[tuple[Branch, int]]] = {}
         for branch, row in rows:
             by_request.setdefault(branch.request, []).append((branch, row))
-        faults: dict[Request, Exception | None] = {}
+        deltas: list[TokenDelta] = []
         for request, beams in by_request.items():
             group = _group_of(request)
             try:
@@ -114,17 +118,35 @@ class BeamStepper:
                     top=request.params.logprobs,
                 )
             except Exception as error:  # of memory, say
-                faults[request] = error
+                deltas += self.endings.fail([request], error)
                 continue
             self.counters.sampled_tokens += len(beams)
             for (branch, _), candidates in zip(beams, proposed, strict=True):
-                if candidates is None:
-                    faults[request] = None
-                else:
+                if candidates is not None:
                     group.candidates[branch] = candidates
-        return faults
+            if any(candidates is None for candidates in proposed):
+                deltas += self.endings.fail_numerically(request)
+        return deltas
 
-    def choose(self, request: Request) -> list[Branch] | None:
+    def advance(self, rows: Sequence[tuple[Branch, int]]) -> list[TokenDelta]:
+        """Go on with the searches whose beams `look` was given, as far as they are complete."""
+        deltas: list[TokenDelta] = []
+        for request in dict.fromkeys(branch.request for branch, _ in rows):
+            try:
+                successors = self._choose(request)
+            except RequestError as error:
+                deltas += self.endings.end(request, error)
+                continue
+            except Exception as error:  # a tokenizer's, which is not ours to trust
+                deltas += self.endings.fail([request], error)
+                continue
+            if successors is not None:
+                deltas += self._carry_out(request, successors)
+                if not request.live_branches:
+                    self.endings.close(request)
+        return deltas
+
+    def _choose(self, request: Request) -> list[Branch] | None:
         """The branches that follow, without their sequences; None while some logits are missing.
 
         Changes no sequence, so that a tokenizer's error finds the request whole. If the search is
@@ -167,7 +189,7 @@ class BeamStepper:
             raise RequestError(NO_TOKEN_LEFT)
         return _results(request, group)
 
-    def carry_out(self, request: Request, successors: list[Branch]) -> list[TokenDelta]:
+    def _carry_out(self, request: Request, successors: list[Branch]) -> list[TokenDelta]:
         """Let the chosen branches take over; returns the results' tokens once there are any."""
         search = _group_of(request).search
         beams = request.branches

@@ -24,6 +24,7 @@ from radixkv.decoding import (
 from radixkv.engine.beams import BeamStepper, Params
 from radixkv.engine.decodes import Decodes, ScheduledRow, sampling_row
 from radixkv.engine.door import Door
+from radixkv.engine.endings import Endings
 from radixkv.engine.holds import Hold
 from radixkv.engine.interrupts import DeferredInterrupts
 from radixkv.engine.ranking import rank
@@ -32,11 +33,7 @@ from radixkv.engine.runner import ModelRunner
 from radixkv.engine.scheduler import Scheduler, Step
 from radixkv.engine.scoring import score_prompts
 from radixkv.engine.stats import EngineCounters, EngineStats
-from radixkv.errors import (
-    EngineStoppedError,
-    NumericalError,
-    RequestError,
-)
+from radixkv.errors import EngineStoppedError, RequestError
 
 
 class Engine:
@@ -74,7 +71,6 @@ class Engine:
         self.config = config
         self.counters: EngineCounters = runner.counters
         self.scheduler = Scheduler(cache, config, self.counters)
-        self.beams = BeamStepper(cache, self.scheduler, self.counters)
         self.vocab_size = vocab_size
         self.max_model_len = min(max_model_len, config.max_model_len or max_model_len)
         self.tokenizer = tokenizer
@@ -88,6 +84,8 @@ class Engine:
             grammars=GrammarCompiler(None, vocab_size) if grammars is None else grammars,
         )
         self.requests: dict[str, Request] = {}
+        self.endings = Endings(self.requests, cache, self.scheduler)
+        self.beams = BeamStepper(cache, self.scheduler, self.counters, self.endings)
         self._serial = 0
         self._stopped = False
 
@@ -194,15 +192,15 @@ class Engine:
             # Any block may be one that was to be copied into.
             self.cache.abort()
             self.cache.reset()
-            return self._fail(self.scheduler.running, error)
+            return self.endings.fail(self.scheduler.running, error)
         if not len(step):
-            return [] if step.refused is None else self._end(*step.refused)
+            return [] if step.refused is None else self.endings.end(*step.refused)
         try:
             with interrupts.allowed():
                 logits = self.runner.run(step)
         except BaseException as error:
             self.cache.abort()
-            deltas = self._fail((row.branch.request for row in step.rows), error)
+            deltas = self.endings.fail((row.branch.request for row in step.rows), error)
             if not isinstance(error, Exception):
                 raise
             return deltas
@@ -216,15 +214,6 @@ class Engine:
         held = pool.num_blocks - pool.num_free - self.cache.tree.num_evictable
         self.counters.peak_blocks_held = max(self.counters.peak_blocks_held, held)
 
-    def _fail(self, requests: Iterable[Request], error: BaseException) -> list[TokenDelta]:
-        deltas = []
-        for request in dict.fromkeys(requests):
-            reason = str(error) or type(error).__name__
-            failure = EngineStoppedError(f"the step that carried the request failed: {reason}")
-            failure.__cause__ = error
-            deltas += self._end(request, failure)
-        return deltas
-
     def _advance(self, step: Step, logits: torch.Tensor) -> list[TokenDelta]:
         """Sample behind every row that asks for it, or search, and go on from there."""
         decodes, failed = step.decodes, self.counters.requests_failed
@@ -235,7 +224,7 @@ class Engine:
             deltas = self._sample(decodes.branches, decodes.sampling(), logits, decodes)
         else:
             sampling, searching = self._behind(step)
-            deltas = self._look(searching, logits)
+            deltas = self.beams.look(searching, logits)
             index = [place for _, _, place in sampling]
             if index != list(range(len(logits))):
                 logits = logits[torch.tensor(index, dtype=torch.int64)]
@@ -243,7 +232,7 @@ class Engine:
             deltas += self._sample([each[0] for each in sampling], SamplingBatch(rows), logits)
         if self.counters.requests_failed > failed:
             self.scheduler.requeue_withdrawn()
-        return deltas + self._advance_beams(searching)
+        return deltas + self.beams.advance(searching)
 
     def _behind(self, step: Step) -> tuple[list[tuple[Branch, int, int]], list[tuple[Branch, int]]]:
         """Who samples (each with its position) and who searches, by rows of the step's logits."""
@@ -260,30 +249,6 @@ class Engine:
                 wanted += 1
         return sampling, searching
 
-    def _look(self, searching: list[tuple[Branch, int]], logits: torch.Tensor) -> list[TokenDelta]:
-        """Note what may follow each beam; what came of those for which nothing may."""
-        deltas: list[TokenDelta] = []
-        for request, fault in self.beams.look(searching, logits).items():
-            deltas += self._fail([request], fault) if fault else self._fail_numerically(request)
-        return deltas
-
-    def _advance_beams(self, searching: list[tuple[Branch, int]]) -> list[TokenDelta]:
-        deltas: list[TokenDelta] = []
-        for request in dict.fromkeys(branch.request for branch, _ in searching):
-            try:
-                successors = self.beams.choose(request)
-            except RequestError as error:
-                deltas += self._end(request, error)
-                continue
-            except Exception as error:  # a tokenizer's, which is not ours to trust
-                deltas += self._fail([request], error)
-                continue
-            if successors is not None:
-                deltas += self.beams.carry_out(request, successors)
-                if not request.live_branches:
-                    self._close(request)
-        return deltas
-
     def _sample(
         self,
         branches: list[Branch],
@@ -295,7 +260,7 @@ class Engine:
         try:
             sampled = sample(logits, batch)
         except Exception as error:
-            return self._fail((branch.request for branch in branches), error)
+            return self.endings.fail((branch.request for branch in branches), error)
         if batch.asked:
             for branch, logprobs in zip(branches, sampled.logprobs, strict=True):
                 if logprobs is not None:
@@ -325,9 +290,9 @@ class Engine:
             if request.status is Status.FINISHED:
                 continue
             if sampled.exhausted[place]:
-                deltas += self._end(request, RequestError(NO_TOKEN_LEFT))
+                deltas += self.endings.end(request, RequestError(NO_TOKEN_LEFT))
             else:
-                deltas += self._fail_numerically(request)
+                deltas += self.endings.fail_numerically(request)
         return deltas
 
     def _push(self, branches: list[Branch], tokens: list[int]) -> list[TokenDelta]:
@@ -344,13 +309,13 @@ class Engine:
             if branch.request.status is Status.FINISHED:  # A sibling has failed.
                 continue
             if place in added.failures:
-                deltas += self._fail([branch.request], added.failures[place])
+                deltas += self.endings.fail([branch.request], added.failures[place])
             else:
                 deltas += self._note(branch, tokens[place], added.texts[place])
         # Not before, or the last tokens of siblings that end in the same step would be lost.
         for request in dict.fromkeys(branch.request for branch in branches if branch.finished):
             if request.status is not Status.FINISHED and not request.live_branches:
-                self._close(request)
+                self.endings.close(request)
                 deltas += rank(request) if request.params.ranked else []
         return deltas
 
@@ -398,36 +363,15 @@ class Engine:
             return False
         with DeferredInterrupts():
             self.counters.requests_aborted += 1
-            self._close(request)
+            self.endings.close(request)
         return True
 
     def shutdown(self) -> None:
         """End every request with `EngineStoppedError` and take no more."""
         self._stopped = True
         for request in list(self.requests.values()):
-            self._end(request, EngineStoppedError("the engine was shut down"))
+            self.endings.end(request, EngineStoppedError("the engine was shut down"))
         self.scheduler.holds.release_all()
-
-    def _fail_numerically(self, request: Request) -> list[TokenDelta]:
-        """NaN logits: nothing that this request computed may be found by others."""
-        for branch in request.branches:
-            if branch.sequence is not None:
-                self.cache.withdraw(branch.sequence, request.num_cached_tokens)
-        return self._end(request, NumericalError("the model gave NaN logits for this request"))
-
-    def _end(self, request: Request, error: Exception) -> list[TokenDelta]:
-        request.error = error
-        self.counters.requests_failed += 1
-        # Of what is ranked nothing was shown yet, so none of it has ended for who looks on.
-        live = request.branches if request.params.ranked else request.live_branches
-        live = live[: request.params.n]
-        self._close(request)
-        return [TokenDelta(request.request_id, b.index, -1, "", "error") for b in live]
-
-    def _close(self, request: Request) -> None:
-        self.scheduler.finish(request)
-        request.finished_at = time.perf_counter()
-        del self.requests[request.request_id]
 
     def stats(self) -> EngineStats:
         """Counters and state now."""
