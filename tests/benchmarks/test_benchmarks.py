@@ -270,13 +270,13 @@ def test_programs(run_main: RunMain, on_demo: None) -> None:
 def test_control_step(run_main: RunMain, on_demo: None) -> None:
     small = ("--prefix", "40", "--vocabulary", "250", "--steps", "4", "--turns", "1")
     results = run_main("control_step", *small, "--rows", "1,3")["results"]
-    for rows, kept in results.items():
+    assert set(results) == {"1", "3"}
+    for kept in results.values():
         assert all(cost > 0 for cost in kept["us_a_step_and_row"].values())
         calls = kept["calls_a_step"]
-        # Rows that only go on are not planned again; every other phase is met as often as it is.
+        # Rows that only go on are not planned again; every other phase is met once for all of them.
         assert calls.pop("plan") == 0
-        by_row = {"sampler's rows", "push", "stop checks", "detokenize"}
-        assert calls == {phase: int(rows) if phase in by_row else 1 for phase in calls}
+        assert calls == dict.fromkeys(calls, 1)
 
 
 def test_scaling(run_main: RunMain, on_demo: None) -> None:
