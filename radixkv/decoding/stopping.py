@@ -44,10 +44,10 @@ _PARTS = (
     "_detokenizer",
     "_eos",
     "_held",
+    "_inner",
     "_most",
     "_pieces",
     "_plain",
-    "_prefixes",
     "_stop_ids",
     "_stops",
     "edits",
@@ -123,8 +123,8 @@ class TextStream:
         self.grammar = None if grammar is None else grammar.start(self._stop_ids)
         self.stopped_by_token = False
         self._stops = tuple(params.stop)
-        # All that a stop string may begin with and go on from.
-        self._prefixes = tuple({stop[:end] for stop in self._stops for end in range(1, len(stop))})
+        # What a text ends with where a stop string may have begun.
+        self._inner = frozenset("".join([stop[:-1] for stop in self._stops]))
         self._most = params.max_tokens if room is None else min(params.max_tokens, room)
         # Whether a token is nothing but its text, unless it stops.
         self._plain = edits is None and grammar is None and not self._stops
@@ -233,8 +233,10 @@ class TextStream:
             if match is not None:
                 ending, reason = "stop", match.stop
                 text = text[: match.end if self.params.include_stop_str_in_output else match.start]
-        if ending is None and text.endswith(self._prefixes):
-            sure = len(text) - max(len(start) for start in self._prefixes if text.endswith(start))
+        sure = len(text)
+        if ending is None and text and text[-1] in self._inner:
+            sure = self._settled(text)
+        if sure < len(text):
             self._held, text = text[sure:], text[:sure]
         elif held:
             self._held = ""
@@ -251,6 +253,18 @@ class TextStream:
             if start >= 0:
                 matches.append(_Match(start + len(stop), start, stop))
         return min(matches) if matches else None
+
+    def _settled(self, text: str) -> int:
+        """Where the longest tail begins that a stop string begins with, and goes on from."""
+        sure = len(text)
+        for stop in self._stops:
+            start = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+            while 0 <= start < sure:
+                if stop.startswith(text[start:]):
+                    sure = start
+                else:
+                    start = text.find(stop[0], start + 1)
+        return sure
 
 
 class Added(NamedTuple):

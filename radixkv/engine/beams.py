@@ -60,6 +60,14 @@ class BeamGroup:
     candidates: dict[Branch, Candidates] = field(default_factory=dict)
 
 
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Some rows, without a copy where they lie side by side, as a request's beams mostly do."""
+    first, count = rows[0], len(rows)
+    if rows == list(range(first, first + count)):
+        return logits[first : first + count]
+    return logits[torch.tensor(rows)]
+
+
 def num_branches(params: Params) -> int:
     """Most sequences that a request holds at once."""
     if isinstance(params, BeamSearchParams):
@@ -111,7 +119,7 @@ class BeamStepper:
             group = _group_of(request)
             try:
                 proposed = propose(
-                    logits[torch.tensor([row for _, row in beams])],
+                    _rows(logits, [row for _, row in beams]),
                     group.search.num_candidates,
                     edits=[branch.stream.edits for branch, _ in beams],
                     banned=group.search.banned_tokens,

@@ -201,6 +201,8 @@ class Engine:
         except BaseException as error:
             self.cache.abort()
             deltas = self.endings.fail((row.branch.request for row in step.rows), error)
+            # Others may have counted on what it was to compute, and have no row in it yet.
+            self.scheduler.requeue_withdrawn()
             if not isinstance(error, Exception):
                 raise
             return deltas
@@ -261,13 +263,15 @@ class Engine:
             sampled = sample(logits, batch)
         except Exception as error:
             return self.endings.fail((branch.request for branch in branches), error)
+        tokens = sampled.token_ids.tolist()
+        all_valid = bool(sampled.valid.all())
+        deltas = [] if all_valid else self._end_invalid(branches, sampled)
         if batch.asked:
             for branch, logprobs in zip(branches, sampled.logprobs, strict=True):
-                if logprobs is not None:
+                # Of a sibling of one that has ended so, there is no token either.
+                if logprobs is not None and branch.request.status is not Status.FINISHED:
                     branch.logprobs.append(logprobs)
-        tokens = sampled.token_ids.tolist()
-        if not sampled.valid.all():
-            deltas = self._end_invalid(branches, sampled)
+        if not all_valid:
             pairs = zip(branches, tokens, strict=True)
             left = [pair for pair in pairs if pair[0].request.status is not Status.FINISHED]
             return deltas + self._push([branch for branch, _ in left], [token for _, token in left])

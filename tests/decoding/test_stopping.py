@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +131,18 @@ def test_min_tokens_delays_stop_strings() -> None:
     assert run(["aXX", "X", "c"], stop="XX", min_tokens=2)[0] == ["aX", ""]
     assert run(["aX", "b"], stop=["X", "XYZ"], min_tokens=2)[0] == ["a", "Xb"]
     assert run(["aX", "b"], stop=["X", "bYZ"], min_tokens=2)[0] == ["aX", ""]
+
+
+def test_a_long_stop_string_takes_no_more_memory_than_its_length() -> None:
+    """A request may bring one of a megabyte."""
+    params = SamplingParams(max_tokens=9, stop="ab" * 4000)
+    tracemalloc.start()
+    stream = TextStream(params, Letters("ab" * 3000, "ab" * 999, "c"))
+    texts = [stream.push(token).text for token in range(3)]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert texts == ["", "", "ab" * 3999 + "c"]
+    assert most < 1e6
 
 
 def test_finish_flushes_and_is_final() -> None:

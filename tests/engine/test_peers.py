@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,43 @@ def test_06_a_chunk_published_and_never_computed(late: bool, error: BaseExceptio
     again = engine.add_request(failed.prompt, GREEDY)
     run(engine)
     assert_right(again, engine)
+    check_over(engine)
+
+
+@pytest.mark.parametrize("error", [ValueError("lost"), KeyboardInterrupt()])
+def test_06_who_counted_on_a_failed_chunk_and_had_no_row(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The second finds the first's promised prompt, but its log-probabilities must wait."""
+    monkeypatch.setattr("radixkv.engine.scheduler.SCORED_PER_STEP", 8)
+    engine = make_engine()
+    adapter: Any = engine.runner.adapter
+    first, second = (
+        engine.add_request(tokens(6, 12), replace(GREEDY, prompt_logprobs=0)) for _ in range(2)
+    )
+    adapter.fail = error
+    try:
+        engine.step()
+    except KeyboardInterrupt:
+        assert isinstance(error, KeyboardInterrupt)
+    assert first.error is not None
+    run(engine)
+    assert_right(second, engine)
+    assert len(second.prompt_logprobs) == 11
+    check_over(engine)
+
+
+def test_siblings_of_a_nan_have_as_many_logprobs_as_tokens() -> None:
+    engine = make_engine()
+    adapter: Any = engine.runner.adapter
+    params = replace(GREEDY, n=3, temperature=1, seed=1, logprobs=1)
+    request = engine.add_request(tokens(7, 5), params)
+    engine.step()
+    adapter.nan_row = 1
+    engine.step()
+    assert request.error is not None
+    for branch in request.branches:
+        assert len(branch.logprobs) == len(branch.stream.token_ids)
     check_over(engine)
 
 
