@@ -187,7 +187,9 @@ at::Tensor decoder_layers(
   TORCH_CHECK(reads.size() == 4, "reads");
   TORCH_CHECK(allow_tiles(), "this CPU, or its kernel, has no AMX tiles");
   const int64_t rows = hidden.size(0), width = hidden.size(1);
-  const int64_t dim = keys[0].size(-1), heads = weights[1].size(1) * PAIR / dim;
+  const int64_t dim = keys[0].size(-1);
+  TORCH_CHECK(dim > 0, "an empty store");
+  const int64_t heads = weights[1].size(1) * PAIR / dim;
   const Angles angles = angles_of(cos, sin, rows, dim);
   std::vector<Block> blocks;
   std::vector<Inputs> inputs;
