@@ -351,7 +351,9 @@ def test_ctrl_c_leaves_at_the_prompt(model: str, terminals: list[Terminal]) -> N
 
 @pytest.mark.parametrize("running", [False, True])
 def test_ctrl_c_during_generate(model: str, running: bool) -> None:
-    command = [str(SCRIPT), "generate", "-m", model, "-p", "a", "-n", "200", "--max-tokens", "500"]
+    # So much that it cannot be done before it is stopped.
+    prompts = ["-p", "a"] * 100
+    command = [str(SCRIPT), "generate", "-m", model, *prompts, "-n", "200", "--max-tokens", "500"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )

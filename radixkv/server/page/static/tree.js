@@ -88,7 +88,8 @@ function nameOf(item) {
     const hint = item.hint === 1 ? ", ephemeral" : item.hint === 2 ? ", kept by priority" : "";
     return `${item.text}; ${count(item.tokens, "token")} in ${count(item.blocks, "block")}, ${held}${hint}`;
   }
-  if (item.kind === "holder") return `${item.kind === "context" ? "context" : "sequence"} ${item.name}, ${count(item.tokens, "token")}, ${item.own} blocks of its own`;
+  // What is seen is a part of what is said, word by word.
+  if (item.kind === "holder") return `${textOf(item)}; sequence ${item.name}, ${count(item.tokens, "token")}, ${item.own} blocks of its own`;
   if (item.kind === "root") return `namespace ${item.text}`;
   return item.only ? `${item.text}, too many to be sent` : `${item.text}, Enter shows them`;
 }
