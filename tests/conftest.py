@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def interpreter_fault() -> str | None:
     if Version(triton) >= Version("3.7") or Version(numpy) < Version("2.4"):
         return None
     return f"the interpreter of Triton {triton} fails with numpy {numpy}: it needs numpy<2.4"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Whatever is allocated and not yet written is NaN."""
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="session")
